@@ -1,0 +1,197 @@
+"""The Llama architecture in plain torch, reading and writing paged KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore_engine.kv_pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """What distinguishes one Llama-architecture model from another, besides its weights."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
+        if self.head_dim % 2:
+            raise ValueError(f"rotary embedding pairs dimensions, so head_dim {self.head_dim} must be even")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. Matrices are (out, in); rows of `qkv` are all queries, then all keys, then all values."""
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    attention_out: torch.Tensor
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All weights of a model. With tied embeddings `lm_head` is the very tensor `embedding`."""
+
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive new tokens of one sequence within a forward pass."""
+
+    block_ids: Sequence[int]  # the sequence's KV blocks, enough for start + length tokens
+    start: int  # absolute position of the first new token; the KV of all before it is in the blocks
+    length: int
+
+
+def random_weights(config: LlamaConfig, seed: int, *, tied: bool = True) -> LlamaWeights:
+    """Float32 weights drawn from `seed`: a model that computes everything a real one does, and says nothing."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        # Scaled by fan-in, so that activations keep their size and attention is neither flat nor saturated.
+        return torch.randn(rows, columns, generator=generator) / columns**0.5
+
+    def norm() -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(config.hidden_size, generator=generator)
+
+    query_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    embedding = matrix(config.vocab_size, config.hidden_size)
+    layers = tuple(
+        LayerWeights(
+            attention_norm=norm(),
+            qkv=matrix(query_size + 2 * kv_size, config.hidden_size),
+            attention_out=matrix(config.hidden_size, query_size),
+            mlp_norm=norm(),
+            gate_up=matrix(2 * config.intermediate_size, config.hidden_size),
+            down=matrix(config.hidden_size, config.intermediate_size),
+        )
+        for _ in range(config.layers)
+    )
+    lm_head = embedding if tied else matrix(config.vocab_size, config.hidden_size)
+    return LlamaWeights(embedding, layers, norm(), lm_head)
+
+
+class Llama:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    def __init__(self, config: LlamaConfig, weights: LlamaWeights) -> None:
+        if len(weights.layers) != config.layers:
+            raise ValueError(f"config says {config.layers} layers, weights have {len(weights.layers)}")
+        self.config = config
+        self.weights = weights
+        self._cos, self._sin = _rotary_tables(config)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Sequence[int], spans: Sequence[Span], pool: KVPool) -> torch.Tensor:
+        """Run new tokens through all layers and put their KV into the pool.
+
+        Args:
+            token_ids: the new tokens of all spans, one span after the other.
+            spans: one long span for a prefill chunk, several of length 1 for a batched decode, or a mixture.
+        Returns: shape (len(token_ids), hidden_size), normalised and ready for `logits`.
+        """
+        positions = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
+        masks = [_causal_mask(span, pool.dtype) for span in spans]
+        hidden = F.embedding(torch.tensor(token_ids), self.weights.embedding)
+        for layer, weights in enumerate(self.weights.layers):
+            normed = self._norm(hidden, weights.attention_norm)
+            query, key, value = self._project(normed, weights.qkv)
+            query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
+            attended = _paged_attention(layer, query, key, value, spans, masks, pool)
+            hidden = hidden + F.linear(attended, weights.attention_out)
+            normed = self._norm(hidden, weights.mlp_norm)
+            gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
+            hidden = hidden + F.linear(F.silu(gate) * up, weights.down)
+        return self._norm(hidden, self.weights.final_norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token in float32: (..., hidden_size) -> (..., vocab_size)."""
+        return F.linear(hidden, self.weights.lm_head).float()
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight * _unit_rms(hidden.float(), self.config.rms_norm_eps).to(hidden.dtype)
+
+    def _project(self, hidden: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries (T, heads, head_dim); keys and values (T, kv_heads, head_dim)."""
+        config = self.config
+        heads = F.linear(hidden, qkv).unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
+        query, key, value = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        return query, key, value
+
+
+def _rotary_tables(config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of every position's angles, each (max_positions, head_dim / 2), float32."""
+    exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+    angles = torch.outer(torch.arange(config.max_positions).float(), 1.0 / config.rope_theta**exponents)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions to (T, heads, head_dim), pairing dimension i with i + head_dim / 2; in float32."""
+    first, second = heads.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def _unit_rms(hidden: torch.Tensor, eps: float) -> torch.Tensor:
+    return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+
+
+def _causal_mask(span: Span, dtype: torch.dtype) -> torch.Tensor | None:
+    """(length, start + length) with -inf where a token would see a later one; None when there is none to hide."""
+    if span.length == 1:
+        return None
+    blocked = torch.full((span.length, span.start + span.length), float("-inf"), dtype=dtype)
+    return blocked.triu(diagonal=span.start + 1)
+
+
+def _paged_attention(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Sequence[Span],
+    masks: Sequence[torch.Tensor | None],
+    pool: KVPool,
+) -> torch.Tensor:
+    """Store the new keys and values, then let each span attend to its own sequence: (T, heads * head_dim).
+
+    Queries are converted to the pool's dtype, so keys and values are read exactly as a store would return them: a
+    prefix computed here and one loaded cannot differ.
+    """
+    outputs, row = [], 0
+    for span, mask in zip(spans, masks, strict=True):
+        rows = slice(row, row + span.length)
+        pool.write(layer, span.block_ids, span.start, key[rows], value[rows])
+        keys, values = pool.gather(layer, span.block_ids, span.start + span.length)
+        attended = F.scaled_dot_product_attention(
+            query[rows].transpose(0, 1).to(pool.dtype)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+        )
+        outputs.append(attended[0].transpose(0, 1).flatten(1))
+        row += span.length
+    return torch.cat(outputs).to(query.dtype)

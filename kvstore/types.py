@@ -1,0 +1,170 @@
+"""The store's vocabulary: small frozen types shared by its modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, NewType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec, ReplayMode
+    from typing_extensions import Buffer
+
+    from kvstore.traffic import TrafficClass
+
+NamespaceId = NewType("NamespaceId", int)  # u32, never reused, not even for the same spec registered again
+SegmentId = NewType("SegmentId", int)  # monotonic, never reused
+ClassId = NewType("ClassId", int)  # 1 to 15: the column of a use row
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAddr:
+    """Where a block lies: a slot of a segment's table."""
+
+    segment_id: SegmentId
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A registered namespace."""
+
+    namespace_id: NamespaceId
+    digest: NamespaceDigest
+    spec: NamespaceSpec
+    create_time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """How an engine resumes after a match; see `resume.py`."""
+
+    hit_tokens: int
+    replay_start_token: int
+    mode: ReplayMode
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest stored leading part of a chain that the plan uses."""
+
+    hit_length_blocks: int
+    lease: bytes  # empty on a full miss
+    lease_expiry_s: float
+    plan: ResumePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A block asked for that is not there: NOT_FOUND, EXPIRED, CORRUPT or IO_ERROR."""
+
+    block: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFrame:
+    """Up to 1 MiB of block bytes: whole blocks, or a part of one block larger than a frame."""
+
+    blocks: Sequence[int]
+    checksums: Sequence[int]
+    offset_bytes: int
+    parts: Sequence[Buffer]  # their bytes in order; valid until the next frame is asked for
+    size_bytes: int
+    misses: Sequence[Miss]
+
+
+@dataclass(frozen=True, slots=True)
+class PutBlock:
+    """One block of a put. The store only reads `data`, until the put's future is resolved."""
+
+    block: int
+    data: Buffer
+    checksum: int
+
+
+class PutStatus(IntEnum):
+    """What became of a block; values as in `types.proto`."""
+
+    STORED = 1
+    EXISTS = 2
+    REJECTED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What became of one block; `reason` and `detail` only when rejected."""
+
+    block: int
+    status: PutStatus
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StateObject:
+    """A state object's bytes and their checksum."""
+
+    data: bytes
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Live blocks (state objects included) and their bytes, without padding and tables."""
+
+    blocks: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EvictSelection:
+    """Which blocks to evict: all conditions given must hold."""
+
+    namespace: Namespace | None = None
+    traffic_class: str = ""
+    older_than_s: float | None = None
+    down_to_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassUse:
+    """A class's last use of a block, and when that alone would let it expire; seconds since the epoch."""
+
+    traffic_class: str
+    last_use_s: int
+    expiry_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One block and where it lies; `state` is live, expired, dead or dropped."""
+
+    namespace: NamespaceDigest
+    prefix_hash: bytes
+    block: int
+    size_bytes: int
+    checksum: int
+    addr: BlockAddr
+    create_time_s: int
+    uses: Sequence[ClassUse]
+    state: str
+    state_object: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """What a store is and holds."""
+
+    store_id: str
+    data_dir: str
+    capacity_bytes: int
+    used_bytes: int  # allocated, as `du` counts, retiring files included
+    retiring_bytes: int  # files that only wait for leases to pass
+    live: Usage
+    segment_count: int
+    classes: Sequence[tuple[TrafficClass, Usage]]
+    namespace_count: int
+    durability: str
