@@ -1,18 +1,38 @@
-"""The server's configuration: one typed, frozen object; wrong keys are refused."""
+"""The server's configuration: one typed, frozen object; wrong keys are refused.
+
+Later layers win: defaults < the TOML file < `KVSTORE_<SECTION>__<KEY>` in the environment < command line flags. The layers
+are merged here rather than by pydantic-settings, because each value has to know where it came from: for `config show`, and
+for errors that say which file or variable to change.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvstore.traffic import MAX_TTL_S
+from kvstore.errors import ConfigError
+from kvstore.listen import parse_listen
+from kvstore.traffic import MAX_TRAFFIC_CLASSES, MAX_TTL_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+ENVIRONMENT_PREFIX = "KVSTORE_"
+CLASSES = "traffic_classes"
+_CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_SECTION = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
 class TrafficClassConfig(BaseModel):
     """One traffic class."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _SECTION
     ttl_s: int = Field(
         ge=1, le=MAX_TTL_S, description="Seconds after its last use by the class that a block is kept for it."
     )
@@ -31,7 +51,7 @@ DEFAULT_TRAFFIC_CLASSES = {
 class StoreConfig(BaseModel):
     """The local storage engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _SECTION
     capacity: ByteSize = Field(
         ByteSize(10 << 30),
         ge=1 << 20,
@@ -57,3 +77,304 @@ class StoreConfig(BaseModel):
         ge=1 << 20,
         description="Bytes of puts that may wait for the writer; beyond that puts are rejected.",
     )
+
+    @model_validator(mode="after")
+    def _lease_fits(self) -> Self:
+        if self.lease_s > self.lease_max_s:
+            raise ValueError(
+                f"store.lease_s is {self.lease_s:g}, more than store.lease_max_s, which is {self.lease_max_s:g}"
+            )
+        return self
+
+
+class ServerSection(BaseModel):
+    """The server process: where it lives and listens, its threads, its end."""
+
+    model_config = _SECTION
+    data_dir: Path = Field(Path("/var/lib/kvstore"), description="Data directory; one server at a time may use it.")
+    listen: str = Field("127.0.0.1:7420", description="gRPC address: host:port, [v6]:port or unix:/path. Port 0: any.")
+    allow_remote: bool = Field(
+        False,
+        description="Allow addresses that other machines can reach. There is no authentication yet: whoever reaches the "
+        "port may read and delete everything.",
+    )
+    metrics_listen: str = Field(
+        "127.0.0.1:7421", description="Prometheus metrics over HTTP: host:port or [v6]:port. Empty: no metrics port."
+    )
+    read_threads: int = Field(
+        8, ge=1, le=1024, description="Threads that read blocks; more hide a slower disk and cost memory and CPU."
+    )
+    read_pending_max: int = Field(
+        64, ge=1, le=65_536, description="Gets at a time; beyond that they are refused. Each costs about 3 MiB."
+    )
+    write_threads: int = Field(
+        2, ge=1, le=1024, description="Threads that check arriving blocks before the one writer stores them."
+    )
+    write_pending_max: int = Field(
+        32, ge=1, le=65_536, description="Puts at a time; beyond that they are refused. Each costs up to about 28 MiB."
+    )
+    match_threads: int = Field(
+        2, ge=1, le=1024, description="Threads that look up prefixes, apart from reads so that these never delay them."
+    )
+    match_pending_max: int = Field(
+        256, ge=1, le=65_536, description="Matches at a time; beyond that they are refused. More means longer waits."
+    )
+    drain_s: float = Field(
+        10.0, ge=0, le=3600, description="Seconds that running calls may take at shutdown before they are cancelled."
+    )
+    port_file: str = Field(
+        "",
+        description="File that gets the bound addresses and the process id as JSON once the server serves. Empty: none.",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _listen_is_address(cls, value: str) -> str:
+        parse_listen(value)
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_listen_is_tcp(cls, value: str) -> str:
+        if value and parse_listen(value).path:
+            raise ValueError(f"{value!r} is a Unix socket, metrics are served on a TCP port")
+        return value
+
+    @model_validator(mode="after")
+    def _threads_fit(self) -> Self:
+        for kind in ("read", "write", "match"):
+            threads, pending = getattr(self, f"{kind}_threads"), getattr(self, f"{kind}_pending_max")
+            if threads > pending:
+                raise ValueError(
+                    f"server.{kind}_threads is {threads}, more than server.{kind}_pending_max, which is {pending}: "
+                    "some threads would always idle"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _addresses_fit(self) -> Self:
+        if self.listen == self.metrics_listen and not self.listen.endswith(":0"):
+            raise ValueError(f"server.listen and server.metrics_listen are both {self.listen}")
+        for name in ("listen", "metrics_listen"):
+            text = getattr(self, name)
+            if text and not self.allow_remote and not parse_listen(text).is_local:
+                raise ValueError(
+                    f"server.{name} is {text}, which other machines can reach, and there is no authentication yet: listen on "
+                    "127.0.0.1 or unix:/path, or accept that anyone who reaches it may read and delete everything, with "
+                    "--allow-remote (server.allow_remote = true)"
+                )
+        return self
+
+
+class LogSection(BaseModel):
+    """The log, written to stderr."""
+
+    model_config = _SECTION
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level written; debug adds a line per failed call."
+    )
+    format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
+
+
+class ServerConfig(BaseModel):
+    """All of a server's configuration; read once at start."""
+
+    model_config = _SECTION
+    server: ServerSection = ServerSection()
+    store: StoreConfig = StoreConfig()
+    traffic_classes: dict[str, TrafficClassConfig] = Field(
+        DEFAULT_TRAFFIC_CLASSES, description="Classes by name; yours are added to the defaults and may change them."
+    )
+    log: LogSection = LogSection()
+
+    @field_validator("traffic_classes")
+    @classmethod
+    def _classes_are_named_well(cls, value: dict[str, TrafficClassConfig]) -> dict[str, TrafficClassConfig]:
+        for name in value:
+            if not _CLASS_NAME.fullmatch(name):
+                raise ValueError(f"bad class name {name!r}: use 1 to 32 of a-z, 0-9, _ and -, beginning with a letter")
+        if len(value) > MAX_TRAFFIC_CLASSES:
+            raise ValueError(f"{len(value)} classes ({', '.join(value)}), the limit is {MAX_TRAFFIC_CLASSES}")
+        return value
+
+
+Key = tuple[str, ...]  # ("store", "capacity")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value, and where it came from: "default", "file …", "environment …" or "flag …"."""
+
+    key: Key
+    value: object
+    origin: str
+
+    @property
+    def name(self) -> str:
+        """The key as it is written: `store.capacity`."""
+        return ".".join(self.key)
+
+    @property
+    def text(self) -> str:
+        """The value as it could be written: sizes with their largest exact unit."""
+        if isinstance(self.value, ByteSize):
+            return _size_text(self.value)
+        return str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """The configuration and each key's origin."""
+
+    config: ServerConfig
+    settings: Sequence[Setting]  # every key, in the order of the models
+
+
+def load_config(
+    path: Path | None = None, flags: Sequence[Setting] = (), environment: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """Merge the layers and check the result.
+
+    Raises: ConfigError: the file cannot be read or is no TOML, a key is unknown, a value is impossible or contradicts
+        another; names every such key and where it came from.
+    """
+    given = [
+        *(_file_settings(path) if path else ()),
+        *_environment_settings(environment or {}),
+        *flags,
+    ]
+    _refuse_unknown(given)
+    merged = {setting.key: setting for setting in [*_flatten((), _DEFAULTS, "default"), *given]}
+    try:
+        config = ServerConfig.model_validate(_nest(merged.values()))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(problem, merged) for problem in error.errors())) from None
+    origins = {key: setting.origin for key, setting in merged.items()}
+    return LoadedConfig(config, list(_with_origins(config, origins)))
+
+
+def environment_name(key: Key) -> str:
+    """The variable that sets a key: `KVSTORE_STORE__CAPACITY`."""
+    return ENVIRONMENT_PREFIX + "__".join(key).upper()
+
+
+def known_keys(class_names: Sequence[str] = tuple(DEFAULT_TRAFFIC_CLASSES)) -> list[Key]:
+    """Every key, with those of the named traffic classes."""
+    keys: list[Key] = []
+    for section, field in ServerConfig.model_fields.items():
+        if section == CLASSES:
+            keys += [(CLASSES, name, key) for name in class_names for key in TrafficClassConfig.model_fields]
+        else:
+            assert isinstance(field.annotation, type)
+            assert issubclass(field.annotation, BaseModel)
+            keys += [(section, key) for key in field.annotation.model_fields]
+    return keys
+
+
+def _file_settings(path: Path) -> list[Setting]:
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    return list(_flatten((), content, f"file {path}"))
+
+
+def _environment_settings(environment: Mapping[str, str]) -> list[Setting]:
+    return [
+        Setting(tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")), value, f"environment {name}")
+        for name, value in sorted(environment.items())
+        if name.startswith(ENVIRONMENT_PREFIX)
+    ]
+
+
+def _flatten(key: Key, value: object, origin: str) -> Iterator[Setting]:
+    """Tables to settings; an empty table is a setting of its own, so that it is not forgotten."""
+    if isinstance(value, dict) and (value or not key):
+        for name, item in value.items():
+            yield from _flatten((*key, name), item, origin)
+    else:
+        yield Setting(key, value, origin)
+
+
+def _nest(settings: Iterator[Setting] | Any) -> dict[str, Any]:  # noqa: ANN401
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        table = tree
+        for name in setting.key[:-1]:
+            table = table.setdefault(name, {})
+        if setting.value == {}:
+            table.setdefault(setting.key[-1], {})
+        else:
+            table[setting.key[-1]] = setting.value
+    return tree
+
+
+def _refuse_unknown(given: Sequence[Setting]) -> None:
+    class_names = [setting.key[1] for setting in given if setting.key[0] == CLASSES and len(setting.key) > 1]
+    known = known_keys([*DEFAULT_TRAFFIC_CLASSES, *class_names])
+    tables = {key[:length] for key in known for length in range(1, len(key))}
+    problems = []
+    for setting in given:
+        if setting.key in tables:
+            if setting.value != {}:
+                problems.append(f"{setting.name} ({setting.origin}) is a table of keys, not a value")
+        elif setting.key not in known:
+            problems.append(f"unknown key {setting.name} ({setting.origin}){_did_you_mean(setting, known)}")
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _did_you_mean(setting: Setting, known: Sequence[Key]) -> str:
+    names = {".".join(key): key for key in known}
+    near = difflib.get_close_matches(setting.name, names, n=1, cutoff=0.6)
+    if not near:  # the right key in no section, or in a wrong one
+        leaf = difflib.get_close_matches(setting.key[-1], [key[-1] for key in known], n=1, cutoff=0.75)
+        near = [name for name, key in names.items() if leaf and key[-1] == leaf[0]][:1]
+    if not near:
+        return ""
+    from_environment = setting.origin.startswith("environment ")
+    return f", did you mean {environment_name(names[near[0]]) if from_environment else near[0]}?"
+
+
+def _explain(problem: Any, merged: Mapping[Key, Setting]) -> str:  # noqa: ANN401
+    """One of pydantic's errors as a sentence that names the keys and where their values came from."""
+    key = tuple(str(part) for part in problem["loc"])
+    name, message = ".".join(key), problem["msg"].removeprefix("Value error, ")
+    if key in merged and merged[key].value != {}:
+        return f"{name} is {str(merged[key].value)!r} ({merged[key].origin}): {message}"
+    if problem["type"] == "missing":
+        return f"{name} is missing{_origin_of_table(key[:-1], merged)}"
+    inside = [setting for setting in merged.values() if setting.key[: len(key)] == key]
+    named = [setting for setting in inside if re.search(rf"{re.escape(setting.name)}(?![a-z_])", message)]
+    origins = ", ".join(
+        f"{setting.name}: {setting.origin}" for setting in named or inside if setting.origin != "default"
+    )
+    return message + (f" ({origins})" if origins else "")
+
+
+def _origin_of_table(key: Key, merged: Mapping[Key, Setting]) -> str:
+    for setting in merged.values():
+        if setting.key[: len(key)] == key:
+            return f" ({setting.origin})"
+    return ""
+
+
+def _with_origins(config: ServerConfig, origins: Mapping[Key, str]) -> Iterator[Setting]:
+    for key in known_keys(list(config.traffic_classes)):
+        value: Any = config
+        for name in key:
+            value = value[name] if isinstance(value, dict) else getattr(value, name)
+        yield Setting(key, value, origins.get(key, "default"))
+
+
+def _size_text(size: int) -> str:
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size and size % (1 << shift) == 0:
+            return f"{size >> shift}{unit}"
+    return f"{size}B"
+
+
+_DEFAULTS = {CLASSES: {name: traffic.model_dump() for name, traffic in DEFAULT_TRAFFIC_CLASSES.items()}}

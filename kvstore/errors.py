@@ -81,6 +81,12 @@ class CorruptDataDirError(KvStoreError):
     reason = "DATA_DIR_CORRUPT"
 
 
+class ForeignSegmentError(KvStoreError):
+    """A segment file belongs to another store."""
+
+    reason = "FOREIGN_SEGMENT"
+
+
 class ConfigError(KvStoreError):
     """The configuration is wrong; names the key."""
 

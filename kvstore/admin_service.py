@@ -1,0 +1,166 @@
+"""The Admin service: what operators ask and order."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import grpc
+from kvstore_api.v1 import admin_pb2 as pb
+
+from kvstore.errors import InvalidArgumentError, UnknownTrafficClassError
+from kvstore.messages import (
+    block_info_message,
+    class_usage_message,
+    from_duration,
+    namespace_message,
+    to_timestamp,
+    traffic_class_message,
+    usage_message,
+)
+from kvstore.rpc import Context, Handler, RpcEdge, deadline_s
+from kvstore.types import EvictSelection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import TypeVar
+
+    from kvstore.metrics import Metrics
+    from kvstore.pool import StorePool
+    from kvstore.service import StoreDoor
+    from kvstore.store import LocalStore
+    from kvstore.types import Namespace, Usage
+
+    T = TypeVar("T")
+
+SERVICE_NAME = "kvstore.v1.Admin"
+
+
+class AdminService:
+    """The RPCs of `kvstore.v1.Admin`; all of them run on the control pool.
+
+    Args:
+        version: of the server.
+        start_time_s: when it started, seconds since the epoch.
+    """
+
+    def __init__(
+        self, store: StoreDoor, pool: StorePool, metrics: Metrics, *, version: str, start_time_s: float
+    ) -> None:
+        self._store = store
+        self._pool = pool
+        self._metrics = metrics
+        self._version = version
+        self._start_time_s = start_time_s
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server is given."""
+        unary = RpcEdge(self._metrics).unary
+        methods: dict[str, Handler] = {
+            "GetStatus": unary("GetStatus", pb.GetStatusRequest, self._get_status),
+            "ListNamespaces": unary("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
+            "GetNamespace": unary("GetNamespace", pb.GetNamespaceRequest, self._get_namespace),
+            "DropNamespace": unary("DropNamespace", pb.DropNamespaceRequest, self._drop_namespace),
+            "ListTrafficClasses": unary("ListTrafficClasses", pb.ListTrafficClassesRequest, self._list_classes),
+            "SetTrafficClassTtl": unary("SetTrafficClassTtl", pb.SetTrafficClassTtlRequest, self._set_ttl),
+            "Evict": unary("Evict", pb.EvictRequest, self._evict),
+            "FindBlocks": unary("FindBlocks", pb.FindBlocksRequest, self._find_blocks),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    async def _run(self, call: Callable[[], T], context: Context) -> T:
+        return await self._pool.run(call, deadline_s(context))
+
+    async def _get_status(self, _: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        store = self._store()
+        status = await self._run(store.status, context)
+        counters = store.counters.snapshot()
+        return pb.GetStatusResponse(
+            version=self._version,
+            store_id=status.store_id,
+            start_time=to_timestamp(self._start_time_s),
+            data_dir=status.data_dir,
+            capacity_bytes=status.capacity_bytes,
+            used_bytes=status.used_bytes,
+            retiring_bytes=status.retiring_bytes,
+            live=usage_message(status.live),
+            segment_count=status.segment_count,
+            classes=[class_usage_message(traffic_class, usage) for traffic_class, usage in status.classes],
+            namespace_count=status.namespace_count,
+            counters=[pb.Counter(name=name, value=value) for name, value in counters.items()],
+            hit_rate=_hit_rate(counters),
+            durability=status.durability,
+        )
+
+    async def _list_namespaces(self, _: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
+        pairs = await self._run(self._store().namespaces, context)
+        return pb.ListNamespacesResponse(namespaces=[namespace_message(*pair) for pair in pairs])
+
+    async def _get_namespace(self, request: pb.GetNamespaceRequest, context: Context) -> pb.GetNamespaceResponse:
+        namespace, usage = await self._run(partial(_find, self._store(), request.namespace_hex), context)
+        return pb.GetNamespaceResponse(namespace=namespace_message(namespace, usage))
+
+    async def _drop_namespace(self, request: pb.DropNamespaceRequest, context: Context) -> pb.DropNamespaceResponse:
+        store = self._store()
+
+        def drop() -> tuple[Namespace, Usage]:
+            namespace = store.find_namespace(request.namespace_hex)
+            return namespace, store.drop_namespace(namespace, dry_run=request.dry_run)
+
+        return pb.DropNamespaceResponse(namespace=namespace_message(*await self._run(drop, context)))
+
+    async def _list_classes(self, _: pb.ListTrafficClassesRequest, context: Context) -> pb.ListTrafficClassesResponse:
+        status = await self._run(self._store().status, context)
+        return pb.ListTrafficClassesResponse(classes=[class_usage_message(*pair) for pair in status.classes])
+
+    async def _set_ttl(self, request: pb.SetTrafficClassTtlRequest, context: Context) -> pb.SetTrafficClassTtlResponse:
+        ttl_s = from_duration(request.ttl, "ttl")
+        if ttl_s != int(ttl_s):
+            raise InvalidArgumentError(f"ttl is {ttl_s} s, it must be whole seconds, at least 1")
+        call = partial(self._store().set_ttl, request.traffic_class, int(ttl_s))
+        before, after = await self._run(call, context)
+        return pb.SetTrafficClassTtlResponse(before=traffic_class_message(before), after=traffic_class_message(after))
+
+    async def _evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
+        store = self._store()
+
+        def evict() -> Usage:
+            return store.evict(_selection(store, request), dry_run=request.dry_run)
+
+        usage = await self._run(evict, context)
+        return pb.EvictResponse(blocks=usage.blocks, bytes=usage.bytes)
+
+    async def _find_blocks(self, request: pb.FindBlocksRequest, context: Context) -> pb.FindBlocksResponse:
+        infos = await self._run(partial(self._store().find_blocks, request.prefix_hash_hex), context)
+        return pb.FindBlocksResponse(blocks=[block_info_message(info) for info in infos])
+
+
+def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage]:
+    namespace = store.find_namespace(hex_prefix)
+    usage = {found.digest: usage for found, usage in store.namespaces()}
+    return namespace, usage[namespace.digest]
+
+
+def _selection(store: LocalStore, request: pb.EvictRequest) -> EvictSelection:
+    """Raises: InvalidArgumentError: no condition, or an impossible one; NamespaceNotFoundError."""
+    names = [traffic_class.name for traffic_class in store.traffic_classes()]
+    if request.traffic_class and request.traffic_class not in names:
+        raise UnknownTrafficClassError(
+            f"unknown traffic class {request.traffic_class[:64]!r}; there are {', '.join(names)}"
+        )
+    selection = EvictSelection(
+        namespace=store.find_namespace(request.namespace_hex) if request.namespace_hex else None,
+        traffic_class=request.traffic_class,
+        older_than_s=from_duration(request.older_than, "older_than") if request.HasField("older_than") else None,
+        down_to_share=request.down_to_share if request.HasField("down_to_share") else None,
+    )
+    if selection == EvictSelection():
+        raise InvalidArgumentError("evict needs a condition: namespace, traffic class, older_than or down_to_share")
+    if selection.down_to_share is not None and not 0 <= selection.down_to_share <= 1:
+        raise InvalidArgumentError(f"down_to_share is {selection.down_to_share}, it must be 0 to 1")
+    return selection
+
+
+def _hit_rate(counters: Mapping[str, int]) -> float:
+    asked = counters["asked_tokens"]
+    return counters["hit_tokens"] / asked if asked else 0.0

@@ -1,0 +1,121 @@
+"""`kvstore-admin status`: what the server is, holds and has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from kvstore_api.v1 import admin_pb2
+
+from kvstore.cli.admin_client import call, session_of
+from kvstore.cli.admin_errors import CommandError, ExitCode
+from kvstore.cli.admin_ttl import ClassUsage, class_listing, class_usage
+from kvstore.cli.admin_values import format_amount, format_bytes
+from kvstore.cli.output import Cell, Facts, Listing, Result, Section, format_time, time_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from datetime import datetime
+
+_CORRUPT_COUNTER = "blocks_corrupt"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveUsage:
+    """Live blocks, state objects included, and their bytes without padding and tables."""
+
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Result):
+    """The server's status; counters count since its start."""
+
+    version: str
+    store_id: str
+    start_time: datetime
+    data_dir: str
+    durability: str
+    capacity_bytes: int
+    used_bytes: int
+    retiring_bytes: int
+    live: LiveUsage
+    segment_count: int
+    namespace_count: int
+    hit_rate: float
+    classes: Sequence[ClassUsage]
+    counters: Mapping[str, int]
+
+    def sections(self) -> Iterable[Section]:
+        """The result for people's eyes."""
+        share = self.used_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+        asked = self.counters.get("asked_tokens", 0)
+        yield Facts(
+            [
+                ("version", self.version),
+                ("store", self.store_id),
+                ("started", format_time(self.start_time)),
+                ("data directory", self.data_dir),
+                ("durability", self.durability),
+                ("capacity", format_bytes(self.capacity_bytes)),
+                ("used", f"{format_bytes(self.used_bytes)} ({share:.1%} of the capacity)"),
+                ("waiting for leases", format_bytes(self.retiring_bytes)),
+                ("live", format_amount(self.live.blocks, self.live.bytes)),
+                ("segments", self.segment_count),
+                ("namespaces", self.namespace_count),
+                ("hit rate", f"{self.hit_rate:.2%} of {asked:,} tokens asked for" if asked else "nothing asked yet"),
+            ]
+        )
+        yield class_listing(self.classes)
+        rows: list[Sequence[Cell]] = list(self.counters.items())
+        yield Listing(("counter since the start", "value"), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStatus(Status):
+    """A status that is an error when damage was met."""
+
+    def complaint(self) -> CommandError | None:
+        """The damage, if any."""
+        corrupt = self.counters.get(_CORRUPT_COUNTER, 0)
+        if not corrupt:
+            return None
+        noun = "damaged block was" if corrupt == 1 else "damaged blocks were"
+        return CommandError(
+            f"{corrupt:,} {noun} met since {format_time(self.start_time)}, and answered as misses",
+            reason="CORRUPTION_FOUND",
+            exit_code=ExitCode.CORRUPTION,
+            fix=f"see the server's log for the segments, and check the disk under {self.data_dir}",
+        )
+
+
+def status(
+    ctx: typer.Context,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit 9 if a damaged block has been met since the server's start.")
+    ] = False,
+) -> Status:
+    """What the server is, holds and has done since its start.
+
+    RPC: Admin.GetStatus. Example: kvstore-admin -o json status
+    """
+    answer: admin_pb2.GetStatusResponse = call(session_of(ctx), "GetStatus", admin_pb2.GetStatusRequest())
+    kind = CheckedStatus if check else Status
+    return kind(
+        version=answer.version,
+        store_id=answer.store_id,
+        start_time=time_of(answer.start_time),
+        data_dir=answer.data_dir,
+        durability=answer.durability,
+        capacity_bytes=answer.capacity_bytes,
+        used_bytes=answer.used_bytes,
+        retiring_bytes=answer.retiring_bytes,
+        live=LiveUsage(answer.live.blocks, answer.live.bytes),
+        segment_count=answer.segment_count,
+        namespace_count=answer.namespace_count,
+        hit_rate=answer.hit_rate,
+        classes=[class_usage(usage) for usage in answer.classes],
+        counters={counter.name: counter.value for counter in answer.counters},
+    )

@@ -1,0 +1,156 @@
+"""`kvstore-server`: run a server, or show the configuration it would run with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from kvstore.clock import SystemClock
+from kvstore.config import Key, LoadedConfig, Setting, load_config
+from kvstore.errors import KvStoreError
+from kvstore.logs import configure_logs
+from kvstore.server import StartError, serve, version
+
+
+class LogFormat(StrEnum):
+    """How the log is written."""
+
+    JSON = "json"
+    CONSOLE = "console"
+
+
+class Output(StrEnum):
+    """How a result is written."""
+
+    TABLE = "table"
+    JSON = "json"
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+    context_settings={"max_content_width": 100},
+)
+config_app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="TOML file; see deploy/kvstore.toml for every key.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvstore-server {version()}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def run(
+    context: typer.Context,
+    config: ConfigOption = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Data directory; made when absent. Default: /var/lib/kvstore.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="gRPC address: host:port or unix:/path; port 0 takes any.")
+    ] = None,
+    capacity: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Cap for the data directory, e.g. 10GiB.")
+    ] = None,
+    metrics_listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Address of the Prometheus metrics; empty for none.")
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Allow addresses beyond this machine, without any authentication.")
+    ] = False,
+    port_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the bound addresses there once the server serves.")
+    ] = None,
+    log_format: Annotated[LogFormat | None, typer.Option(help="How the log on stderr is written.")] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Keep the KV blocks of prompt prefixes and serve them over gRPC, until SIGTERM or SIGINT.
+
+    Settings come from defaults, the configuration file, KVSTORE_<SECTION>__<KEY> in the environment and these flags; later
+    ones win. Exit codes: 0 ended in order, 1 error, 2 usage.
+
+    Example: kvstore-server --data-dir /data/kvstore --capacity 100GiB
+    """
+    flags: list[tuple[Key, str, object]] = [
+        (("server", "data_dir"), "--data-dir", data_dir),
+        (("server", "listen"), "--listen", listen),
+        (("store", "capacity"), "--capacity", capacity),
+        (("server", "metrics_listen"), "--metrics-listen", metrics_listen),
+        (("server", "allow_remote"), "--allow-remote", allow_remote or None),
+        (("server", "port_file"), "--port-file", port_file),
+        (("log", "format"), "--log-format", log_format and log_format.value),
+    ]
+    settings = [Setting(key, value, f"flag {flag}") for key, flag, value in flags if value is not None]
+    context.obj = (config, settings)
+    if context.invoked_subcommand is None:
+        _serve(_load(config, settings))
+
+
+@config_app.command("show")
+def show(
+    context: typer.Context,
+    config: ConfigOption = None,
+    output: Annotated[
+        Output, typer.Option("--output", "-o", help="Table for people, JSON for scripts.")
+    ] = Output.TABLE,
+) -> None:
+    """Print every key, its value and where it came from. Takes the server's flags before `config`.
+
+    Example: kvstore-server --capacity 1TiB config show --config kvstore.toml
+    """
+    file, settings = context.obj
+    loaded = _load(config or file, settings)
+    if output is Output.JSON:
+        typer.echo(
+            json.dumps([{"key": s.name, "value": s.text, "origin": s.origin} for s in loaded.settings], indent=2)
+        )
+        return
+    key_width = max(len(setting.name) for setting in loaded.settings)
+    value_width = max(len(setting.text) for setting in loaded.settings)
+    for setting in loaded.settings:
+        typer.echo(f"{setting.name:<{key_width}}  {setting.text or '-':<{value_width}}  {setting.origin}")
+
+
+def _load(path: Path | None, flags: list[Setting]) -> LoadedConfig:
+    try:
+        return load_config(path, flags, os.environ)
+    except KvStoreError as error:
+        _fail(error.reason, error)
+
+
+def _serve(loaded: LoadedConfig) -> None:
+    configure_logs(loaded.config.log)
+    try:
+        asyncio.run(serve(loaded.config, SystemClock()))
+    except (KvStoreError, StartError) as error:
+        _fail(error.reason, error)
+
+
+def _fail(reason: str, error: Exception) -> NoReturn:
+    print(f"error: {error} [{reason}]", file=sys.stderr)
+    raise typer.Exit(1)
+
+
+def main() -> None:
+    """The command's entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

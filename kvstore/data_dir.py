@@ -1,0 +1,95 @@
+"""The data directory: what lies in it, who holds it, how much it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from kvstore.catalog import CATALOG_FILE, Catalog
+from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LOCK_FILE = "LOCK"
+SEGMENTS_DIR = "segments"
+INDEX_DIR = "index"
+_EXPECTED = {CATALOG_FILE, f"{CATALOG_FILE}.new", LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+
+
+class DataDir:
+    """A locked data directory."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.segments = path / SEGMENTS_DIR
+        self.index = path / INDEX_DIR
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, path: Path) -> DataDir:
+        """Create what is missing and take the lock.
+
+        Raises: DataDirLockedError, ConfigError (it is something else's directory, or cannot be used). Nothing is changed then.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in _EXPECTED)
+            if strangers and not (path / CATALOG_FILE).exists():
+                raise ConfigError(
+                    f"data_dir {path} holds other files ({', '.join(strangers[:3])}{', …' if len(strangers) > 3 else ''}); "
+                    "name an empty directory or one that kvstore made"
+                )
+            lock = _lock(path / LOCK_FILE)
+            (path / SEGMENTS_DIR).mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"data_dir {path} cannot be used: {error.strerror or error}") from error
+        return cls(path, lock)
+
+    def load_catalog(self) -> Catalog:
+        """The catalog, new if the directory is. Raises: CorruptDataDirError: it is gone although segments are there."""
+        if (self.path / CATALOG_FILE).exists():
+            return Catalog.load(self.path)
+        orphans = len(list(self.segments.iterdir()))
+        if orphans:
+            raise CorruptDataDirError(
+                f"{self.path / CATALOG_FILE} is missing but {orphans} segment files are there, and without it nobody knows whose "
+                "blocks they hold; restore it from a backup, or move the files away to start empty"
+            )
+        catalog = Catalog.new()
+        catalog.save(self.path)
+        return catalog
+
+    def small_files_bytes(self) -> int:
+        """What `du` counts for everything but segment files and the index's files."""
+        entries = [self.path, self.segments, self.index, self.path / CATALOG_FILE, self.path / LOCK_FILE]
+        return sum(entry.stat().st_blocks * 512 for entry in entries if entry.exists())
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock(path: Path) -> int:
+    """Take the lock and note who holds it, for the message the next one gets."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = "another process"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            note = json.loads(os.pread(descriptor, 4096, 0))
+            holder = f"process {note['pid']} on {note['host']}"
+        os.close(descriptor)
+        raise DataDirLockedError(
+            f"data_dir {path.parent} is held by {holder}; stop it, or give this server a directory of its own"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    return descriptor

@@ -1,0 +1,264 @@
+"""The LMDB index: block -> (segment, slot). It may lag the log, never lead it, and can be rebuilt from it.
+
+Keys are clustered by chain: `namespace id ‖ anchor ‖ position in group ‖ prefix hash`. A chain is cut into groups of 32 blocks;
+a group's anchor is the first 8 bytes of the prefix hash just before it, zeros for the first. A conversation's entries then
+share pages even when all conversations start with one system prompt, and the cost of a match does not grow with the store.
+State objects stand at position 255 under the first 8 bytes of their prefix hash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lmdb
+import numpy as np
+import xxhash
+from kvstore_api.limits import HASH_BYTES
+
+from kvstore.errors import StorageError, StoreFullError
+from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
+from kvstore.types import BlockAddr, SegmentId
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
+_STATE_POSITION = 255
+_ADDR = struct.Struct("<QI")
+ADDR_DTYPE = np.dtype([("segment_id", "<u8"), ("slot", "<u4")])
+assert _ADDR.size == ADDR_DTYPE.itemsize
+
+_MAP_SIZE_MIN_BYTES = 1 << 28
+_MAX_READERS = 1022
+# A match looks up this many blocks at first and doubles; a full miss then costs one small batch.
+_FIRST_BATCH_BLOCKS = 64
+
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+_CHECKSUM_FILE = "data.mdb.xxh3"
+_META_BOOT = b"boot_id"
+_META_STORE = b"store_id"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexState:
+    """What the index was found to be at start. Not usable: it is empty now and has to be rebuilt."""
+
+    usable: bool
+    clean: bool
+    why: str
+
+
+class BlockIndex:
+    """Thread-safe for readers; write methods are for the writer thread alone (LMDB has one writer)."""
+
+    def __init__(self, directory: Path, store_id: str, capacity_bytes: int) -> None:
+        self._directory = directory
+        self._store_id = store_id.encode()
+        # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
+        self._map_size_bytes = max(_MAP_SIZE_MIN_BYTES, capacity_bytes // 8 // 4096 * 4096)
+        self.found = self._open()
+        if not self.found.usable:
+            self._wipe()
+            self._open_env()
+        self._mark_in_use()
+
+    def _open(self) -> IndexState:
+        """Open what is there and say whether it can be trusted.
+
+        A file closed in order has its checksum beside it. Without one the last user died: its commits were not synced, but
+        they were handed to the kernel, so they are whole unless the machine went down as well.
+        """
+        data, checksum = self._directory / "data.mdb", self._directory / _CHECKSUM_FILE
+        if not data.exists():
+            return IndexState(False, False, "it is not there")
+        clean = checksum.exists()
+        if clean and checksum.read_text() != _file_checksum(data):
+            return IndexState(False, False, "its checksum is wrong")
+        try:
+            self._open_env()
+        except (lmdb.Error, StorageError) as error:
+            return IndexState(False, False, f"it is damaged: {error}")
+        with self._env.begin(db=self._meta) as txn:
+            store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
+        if store != self._store_id:
+            return self._distrust("it belongs to another store")
+        if not clean and boot != _boot_id():
+            return self._distrust("the machine stopped while it was in use")
+        return IndexState(True, clean, "closed in order" if clean else "the last process died")
+
+    def _distrust(self, why: str) -> IndexState:
+        self._env.close()
+        return IndexState(False, False, why)
+
+    def _open_env(self) -> None:
+        self._directory.mkdir(exist_ok=True)
+        env = lmdb.open(
+            str(self._directory),
+            map_size=self._map_size_bytes,
+            max_dbs=4,
+            max_readers=_MAX_READERS,
+            # Not synced at each commit: after power loss the index is rebuilt from the log.
+            sync=False,
+            metasync=False,
+            readahead=False,
+            mode=0o640,
+        )
+        try:
+            # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
+            needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+            size = (self._directory / "data.mdb").stat().st_size
+            if size < needed:
+                raise StorageError(f"{size} bytes, its pages reach to {needed}")
+            env.reader_check()
+            self._blocks, self._meta = env.open_db(b"blocks"), env.open_db(b"meta")
+        except BaseException:
+            env.close()
+            raise
+        self._env = env
+
+    def _wipe(self) -> None:
+        if self._directory.exists():
+            shutil.rmtree(self._directory)
+
+    def _mark_in_use(self) -> None:
+        """Note that commits are about to come that are not synced."""
+        with self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(_META_STORE, self._store_id)
+            txn.put(_META_BOOT, _boot_id())
+        self._env.sync(True)
+        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Sync, close, and leave a checksum that says so."""
+        with contextlib.suppress(lmdb.Error, OSError):  # a full disk must not keep a server from stopping
+            self._env.sync(True)
+            self._env.close()
+            (self._directory / _CHECKSUM_FILE).write_text(_file_checksum(self._directory / "data.mdb"))
+
+    def used_bytes(self) -> int:
+        """What `du` counts for the index."""
+        return sum(path.stat().st_blocks * 512 for path in self._directory.iterdir())
+
+    def leading_run(self, namespace_id: int, chain: bytes) -> NDArray[np.void]:
+        """Addresses (ADDR_DTYPE) of the blocks present from the start of the chain without a gap."""
+        total = len(chain) // HASH_BYTES
+        values: list[bytes] = []
+        start, size = 0, _FIRST_BATCH_BLOCKS
+        with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            while start < total:
+                keys = block_keys(namespace_id, chain, start, min(size, total - start))
+                found = cursor.getmulti(keys)
+                if len(found) == len(keys):
+                    values.extend(value for _, value in found)
+                    start, size = start + len(keys), size * 2
+                    continue
+                values.extend(value for (key, value), wanted in zip(found, keys, strict=False) if key == wanted)
+                # `found` skips what is missing, so past the first gap no key stands where it is wanted any more.
+                break
+        return np.frombuffer(b"".join(values), dtype=ADDR_DTYPE)
+
+    def lookup(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
+        """The addresses of those keys that are there."""
+        with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
+
+    def commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]] = ()) -> int:
+        """In one transaction: point keys at new addresses, and drop entries that still point where they are thought to.
+
+        Returns: entries dropped. Raises: StoreFullError, StorageError: nothing is changed.
+        """
+        for _ in range(8):
+            try:
+                return self._commit(put, remove)
+            except lmdb.MapFullError:
+                self._map_size_bytes *= 2
+                self._env.set_mapsize(self._map_size_bytes)
+            except lmdb.DiskError as error:
+                raise StoreFullError(f"index: {error}") from error
+            except lmdb.Error as error:
+                raise StorageError(f"index: {error}") from error
+        raise StorageError(f"index: still full with a map of {self._map_size_bytes} bytes")
+
+    def _commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]]) -> int:
+        removed = 0
+        with self._env.begin(write=True, db=self._blocks) as txn:
+            for key, addr in remove:
+                if txn.get(key) == _pack(addr):
+                    removed += txn.delete(key)
+            for key in sorted(put):  # in key order: neighbours share pages
+                txn.put(key, _pack(put[key]))
+        return removed
+
+    def count(self) -> int:
+        """Entries."""
+        with self._env.begin() as txn:
+            return int(txn.stat(self._blocks)["entries"])
+
+
+def block_keys(namespace_id: int, chain: bytes, first_block: int, count: int) -> list[bytes]:
+    """Index keys of blocks [first_block, first_block + count) of a chain."""
+    hashes = np.frombuffer(chain, dtype=np.uint8).reshape(-1, HASH_BYTES)
+    blocks = np.arange(first_block, first_block + count)
+    keys = np.zeros((count, KEY_BYTES), dtype=np.uint8)
+    keys[:, :4] = np.frombuffer(namespace_id.to_bytes(4, "big"), dtype=np.uint8)
+    anchored = blocks >= GROUP_BLOCKS
+    keys[anchored, 4:12] = hashes[blocks[anchored] // GROUP_BLOCKS * GROUP_BLOCKS - 1, :ANCHOR_BYTES]
+    keys[:, 12] = blocks % GROUP_BLOCKS
+    keys[:, 13:] = hashes[blocks]
+    joined = keys.tobytes()
+    return [joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)]
+
+
+def anchor_of(chain: bytes, block: int) -> bytes:
+    """The anchor of a block's group."""
+    group = block // GROUP_BLOCKS
+    if not group:
+        return NO_ANCHOR
+    start = (group * GROUP_BLOCKS - 1) * HASH_BYTES
+    return chain[start : start + ANCHOR_BYTES]
+
+
+def row_key(row: np.void) -> bytes:
+    """The index key of what a segment's row describes."""
+    position = _STATE_POSITION if row["kind"] == KIND_STATE else int(row["position"]) % GROUP_BLOCKS
+    anchor: bytes = row["anchor"].tobytes()
+    prefix_hash: bytes = row["prefix_hash"].tobytes()
+    return int(row["namespace_id"]).to_bytes(4, "big") + anchor + bytes([position]) + prefix_hash
+
+
+def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
+    """The index key of a state object."""
+    return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
+
+
+def _pack(addr: BlockAddr) -> bytes:
+    return _ADDR.pack(addr.segment_id, addr.slot)
+
+
+def _unpack(value: bytes) -> BlockAddr:
+    segment_id, slot = _ADDR.unpack(value)
+    return BlockAddr(SegmentId(segment_id), slot)
+
+
+def _file_checksum(path: Path) -> str:
+    """xxh3-64 of a file in hex; some GB/s, so a large index costs a fraction of a second."""
+    state = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            state.update(chunk)
+    return state.hexdigest()
+
+
+def _boot_id() -> bytes:
+    """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
+    try:
+        return _BOOT_ID_FILE.read_bytes().strip()
+    except OSError:
+        return b""

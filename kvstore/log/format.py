@@ -1,0 +1,200 @@
+"""The bytes of a segment file: pure encoding and decoding, no I/O. FORMAT.md is the same in prose.
+
+┌──────────────┬───────────────────┬───────────────────┬────────────────────────────────┐
+│ header page  │ use table         │ row table         │ payloads                       │
+│ 4,096 B      │ rows x 64 B       │ rows x 96 B       │ each starts on a 4 KiB boundary│
+└──────────────┴───────────────────┴───────────────────┴────────────────────────────────┘
+  mapped, mutable ────────────────┘  written once        written once
+
+row, 96 bytes, little-endian
+┌───────┬───────┬────────────┬──────┬──────────────┬──────┬──────────┬───────┬──────────┐
+│ magic │ crc32 │ segment_id │ slot │ namespace_id │ kind │ class_id │ zero  │ position │
+│ u32   │ u32   │ u64        │ u32  │ u32          │ u8   │ u8       │ u16   │ u32      │
+├───────┴┬──────┴──────┬─────┴──────┴─┬────────────┴──┬───┴──────────┴──┬────┴──────────┤
+│ anchor │ prefix_hash │ offset_bytes │ length_bytes  │ create_time_s   │ checksum      │
+│ 8      │ 32          │ u64          │ u32           │ u32             │ u64           │
+└────────┴─────────────┴──────────────┴───────────────┴─────────────────┴───────────────┘
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import CorruptDataDirError, FormatVersionError
+from kvstore.types import ClassId, SegmentId
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FORMAT_VERSION = 1
+ALIGNMENT_BYTES = 4096
+
+HEADER_BYTES = 4096
+HEADER_MAGIC = 0x3153564B  # "KVS1" on disk
+# magic, crc32, format version, row capacity, segment id, create time, class id, 7 zero bytes, store id
+HEADER = struct.Struct("<IIIIQIB7x16s")
+HEADER_CRC_FROM = 8  # crc32 covers bytes [8, end) of the struct
+
+# The header page's second half is mutable and mapped: state and lease deadline.
+STATE_OFFSET = 2048
+STATE_OPEN, STATE_SEALED, STATE_RETIRED = 0, 1, 2
+LEASE_UNTIL_OFFSET = 2052
+
+ROW_BYTES = 96
+ROW_MAGIC = 0x3152564B  # "KVR1" on disk; a hole of zeros is never a row
+ROW_CRC_FROM = 8  # crc32 covers bytes [8, 96)
+KIND_BLOCK, KIND_STATE = 1, 2  # 0 is reserved
+ROW_DTYPE = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("crc32", "<u4"),
+        ("segment_id", "<u8"),
+        ("slot", "<u4"),
+        ("namespace_id", "<u4"),
+        ("kind", "u1"),
+        ("class_id", "u1"),
+        ("zero", "<u2"),
+        ("position", "<u4"),
+        ("anchor", "V8"),
+        ("prefix_hash", "V32"),
+        ("offset_bytes", "<u8"),
+        ("length_bytes", "<u4"),
+        ("create_time_s", "<u4"),
+        ("checksum", "<u8"),
+    ]
+)
+assert ROW_DTYPE.itemsize == ROW_BYTES
+ROW = struct.Struct("<IIQIIBBHI8s32sQIIQ")
+assert ROW.size == ROW_BYTES
+
+USE_BYTES = 64
+USE_COLUMNS = 16  # column 0: flags; columns 1 to 15: last use by that class, seconds since the epoch, 0 = never
+FLAG_EVICTED = 1  # no longer offered; a lease given before may still read it
+FLAG_DELETED = 2  # deleted by a caller, or damaged: not readable even under a lease
+
+GROUP_BLOCKS = 32  # blocks of a chain that share an anchor, and so lie together in the index
+ANCHOR_BYTES = 8
+NO_ANCHOR = bytes(ANCHOR_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What a segment file says about itself."""
+
+    segment_id: SegmentId
+    store_id: bytes  # 16 bytes
+    class_id: ClassId
+    row_capacity: int
+    create_time_s: int
+
+    def encode(self) -> bytes:
+        """The header page, state OPEN, no lease."""
+        body = HEADER.pack(
+            HEADER_MAGIC,
+            0,
+            FORMAT_VERSION,
+            self.row_capacity,
+            self.segment_id,
+            self.create_time_s,
+            self.class_id,
+            self.store_id,
+        )
+        crc = zlib.crc32(body[HEADER_CRC_FROM:])
+        return (body[:4] + crc.to_bytes(4, "little") + body[8:]).ljust(HEADER_BYTES, b"\0")
+
+    @classmethod
+    def decode(cls, page: bytes, name: str) -> SegmentHeader:
+        """Read a header page. Raises: CorruptDataDirError, FormatVersionError; both name the file."""
+        if len(page) < HEADER_BYTES:
+            raise CorruptDataDirError(f"{name}: {len(page)} bytes, a segment header has {HEADER_BYTES}")
+        magic, crc, version, rows, segment_id, created, class_id, store_id = HEADER.unpack_from(page)
+        if magic != HEADER_MAGIC:
+            raise CorruptDataDirError(f"{name}: magic {magic:#010x}, want {HEADER_MAGIC:#010x}")
+        if version != FORMAT_VERSION:
+            raise FormatVersionError(f"{name}: format version {version}, this server writes and reads {FORMAT_VERSION}")
+        found = zlib.crc32(page[HEADER_CRC_FROM : HEADER.size])
+        if found != crc:
+            raise CorruptDataDirError(f"{name}: header crc {found:#010x}, want {crc:#010x}")
+        return cls(SegmentId(segment_id), store_id, ClassId(class_id), rows, created)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the parts of a segment with `row_capacity` rows begin."""
+
+    row_capacity: int
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Header page and use table: the part that is memory-mapped."""
+        return align(HEADER_BYTES + self.row_capacity * USE_BYTES)
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the first payload begins."""
+        return align(self.mapped_bytes + self.row_capacity * ROW_BYTES)
+
+    def use_offset(self, slot: int) -> int:
+        """Where a slot's use row lies."""
+        return HEADER_BYTES + slot * USE_BYTES
+
+    def row_offset(self, slot: int) -> int:
+        """Where a slot's row lies."""
+        return self.mapped_bytes + slot * ROW_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a row says about a block or state object, but for its place."""
+
+    namespace_id: int
+    kind: int
+    class_id: int
+    position: int
+    anchor: bytes  # 8 bytes: of the prefix hash before the block's group; a state object's: of its prefix hash
+    prefix_hash: bytes  # 32 bytes; for a state object the digest of prefix hash and name
+    length_bytes: int
+    create_time_s: int
+    checksum: int
+
+
+def encode_row(segment_id: SegmentId, slot: int, offset_bytes: int, entry: Entry) -> bytes:
+    """The 96 bytes of a row."""
+    body = ROW.pack(
+        ROW_MAGIC,
+        0,
+        segment_id,
+        slot,
+        entry.namespace_id,
+        entry.kind,
+        entry.class_id,
+        0,
+        entry.position,
+        entry.anchor,
+        entry.prefix_hash,
+        offset_bytes,
+        entry.length_bytes,
+        entry.create_time_s,
+        entry.checksum,
+    )
+    return body[:4] + zlib.crc32(body[ROW_CRC_FROM:]).to_bytes(4, "little") + body[8:]
+
+
+def valid_rows(rows: NDArray[np.void], segment_id: SegmentId, first_slot: int = 0) -> NDArray[np.bool_]:
+    """Which of the rows (consecutive slots from `first_slot`) are whole and belong where they stand."""
+    valid: NDArray[np.bool_] = rows["magic"] == ROW_MAGIC
+    valid &= rows["segment_id"] == segment_id
+    valid &= rows["slot"] == np.arange(first_slot, first_slot + len(rows))
+    for slot in np.flatnonzero(valid):
+        valid[slot] = zlib.crc32(rows[slot].tobytes()[ROW_CRC_FROM:]) == rows[slot]["crc32"]
+    return valid
+
+
+def align(size_bytes: int) -> int:
+    """Round up to a payload boundary."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,200 @@
+"""Reading blocks: rows are checked against the names asked for, bytes against their checksums; what fails is a miss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kvstore_api.checksum import block_checksum
+from kvstore_api.limits import HASH_BYTES, MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
+
+from kvstore.log import format as fmt
+from kvstore.types import Miss, ReadFrame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from kvstore.counters import StoreCounters
+    from kvstore.log.segment import Segment
+    from kvstore.log.segments import SegmentSet
+
+_SCRAP = memoryview(bytearray(fmt.ALIGNMENT_BYTES))  # padding between payloads is read into it and never looked at
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Blocks to read, in order: `addrs` (ADDR_DTYPE) and `present` have one item per block of [first_block, …)."""
+
+    namespace_id: int
+    block_bytes: int
+    chain: bytes
+    first_block: int
+    addrs: NDArray[np.void]
+    present: NDArray[np.bool_]
+
+    def prefix_hash(self, index: int) -> bytes:
+        """The hash of the index-th block asked for."""
+        start = (self.first_block + index) * HASH_BYTES
+        return self.chain[start : start + HASH_BYTES]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring blocks in neighbouring slots of one segment."""
+
+    index: int  # of the first block, in the request
+    segment: Segment
+    slot: int
+    count: int
+
+
+class BlockReader:
+    """Reads for any number of threads."""
+
+    def __init__(self, segments: SegmentSet, counters: StoreCounters) -> None:
+        self._segments = segments
+        self._counters = counters
+
+    def frames(self, request: ReadRequest) -> Iterator[ReadFrame]:
+        """The blocks in frames of up to 1 MiB, misses among them, in order. Each step does I/O."""
+        if request.block_bytes > MAX_FRAME_DATA_BYTES:
+            yield from self._large_blocks(request)
+            return
+        step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
+        buffer = memoryview(bytearray(min(step, len(request.addrs)) * request.block_bytes))
+        for first in range(0, len(request.addrs), step):
+            checksums, misses = self._read(request, range(first, min(first + step, len(request.addrs))), buffer)
+            size = request.block_bytes
+            parts = [buffer[(index - first) * size : (index - first + 1) * size] for index in checksums]
+            if len(misses) == 0:
+                parts = [buffer[: len(parts) * size]]  # whole and in order: one part
+            yield ReadFrame(
+                blocks=[request.first_block + index for index in checksums],
+                checksums=list(checksums.values()),
+                offset_bytes=0,
+                parts=parts,
+                size_bytes=len(checksums) * size,
+                misses=misses,
+            )
+
+    def _large_blocks(self, request: ReadRequest) -> Iterator[ReadFrame]:
+        buffer = memoryview(bytearray(request.block_bytes))
+        for index in range(len(request.addrs)):
+            checksums, misses = self._read(request, range(index, index + 1), buffer)
+            block = request.first_block + index
+            if misses:
+                yield ReadFrame([], [], 0, [], 0, misses)
+                continue
+            for offset in range(0, request.block_bytes, MAX_FRAME_DATA_BYTES):
+                part = buffer[offset : offset + MAX_FRAME_DATA_BYTES]
+                yield ReadFrame([block], [checksums[index]], offset, [part], len(part), [])
+
+    def _read(self, request: ReadRequest, indices: range, buffer: memoryview) -> tuple[dict[int, int], list[Miss]]:
+        """Read blocks into `buffer`, one after the other; returns checksums of those that are right, and the misses."""
+        checksums: dict[int, int] = {}
+        reasons: dict[int, str] = {}
+        for run in self._runs(request, indices):
+            start = (run.index - indices.start) * request.block_bytes
+            end = start + run.count * request.block_bytes
+            self._read_run(request, run, buffer[start:end], checksums, reasons)
+        misses = [
+            Miss(request.first_block + index, reasons.get(index, "NOT_FOUND"))
+            for index in indices
+            if index not in checksums
+        ]
+        self._counters.add(
+            blocks_read=len(checksums), bytes_read=len(checksums) * request.block_bytes, blocks_missed=len(misses)
+        )
+        return checksums, misses
+
+    def _runs(self, request: ReadRequest, indices: range) -> Iterator[_Run]:
+        run: _Run | None = None
+        for index in indices:
+            if not request.present[index]:
+                continue
+            segment_id, slot = int(request.addrs[index]["segment_id"]), int(request.addrs[index]["slot"])
+            if (
+                run is not None
+                and run.index + run.count == index
+                and run.segment.segment_id == segment_id
+                and run.slot + run.count == slot
+            ):
+                run = _Run(run.index, run.segment, run.slot, run.count + 1)
+                continue
+            if run is not None:
+                yield run
+            segment = self._segments.get(segment_id)
+            run = _Run(index, segment, slot, 1) if segment is not None else None
+        if run is not None:
+            yield run
+
+    def _read_run(
+        self, request: ReadRequest, run: _Run, target: memoryview, checksums: dict[int, int], reasons: dict[int, str]
+    ) -> None:
+        size = request.block_bytes
+        indices = range(run.index, run.index + run.count)
+        try:
+            rows = run.segment.read_rows(run.slot, run.count)
+            named = self._rightly_named(request, run, rows)
+            got = self._read_payloads(run, rows, named, target, size)
+        except OSError:
+            reasons.update(dict.fromkeys(indices, "IO_ERROR"))
+            return
+        for position, index in enumerate(indices):
+            if not named[position]:
+                # The slot holds something else: a token or an index entry that is out of date, or a damaged row.
+                reasons[index] = "NOT_FOUND"
+                continue
+            block = target[position * size : (position + 1) * size]
+            checksum = int(rows[position]["checksum"])
+            if position < got and block_checksum(block, request.prefix_hash(index)) == checksum:
+                checksums[index] = checksum
+            else:
+                reasons[index] = "CORRUPT"
+                run.segment.flag(np.array([run.slot + position]), fmt.FLAG_DELETED)
+                self._counters.add(blocks_corrupt=1)
+
+    def _rightly_named(self, request: ReadRequest, run: _Run, rows: NDArray[np.void]) -> NDArray[np.bool_]:
+        first = request.first_block + run.index
+        hashes = np.frombuffer(request.chain, dtype="V32")[first : first + run.count]
+        named: NDArray[np.bool_] = rows["magic"] == fmt.ROW_MAGIC
+        named &= (rows["namespace_id"] == request.namespace_id) & (rows["kind"] == fmt.KIND_BLOCK)
+        named &= (rows["prefix_hash"] == hashes) & (rows["length_bytes"] == request.block_bytes)
+        named &= (run.segment.uses[run.slot : run.slot + run.count, 0] & fmt.FLAG_DELETED) == 0
+        return named
+
+    def _read_payloads(
+        self, run: _Run, rows: NDArray[np.void], named: NDArray[np.bool_], target: memoryview, size: int
+    ) -> int:
+        """Fill `target`; returns how many leading blocks of the run were read whole."""
+        stride = fmt.align(size)
+        offsets = rows["offset_bytes"]
+        if named.all() and (np.diff(offsets) == stride).all():
+            return _read_neighbours(run.segment, int(offsets[0]), target, size)
+        for position in np.flatnonzero(named):
+            block = target[position * size : (position + 1) * size]
+            if run.segment.read_payloads([block], int(offsets[position])) != size:
+                block[:] = bytes(size)  # what was there before must not pass for the block
+        return run.count
+
+
+def _read_neighbours(segment: Segment, offset_bytes: int, target: memoryview, size: int) -> int:
+    """One read for payloads that lie side by side; returns the whole blocks read."""
+    padding = fmt.align(size) - size
+    if not padding:
+        return segment.read_payloads([target], offset_bytes) // size
+    count = len(target) // size
+    done = 0
+    for first in range(0, count, _NEIGHBOURS_MAX):
+        buffers = []
+        for position in range(first, min(first + _NEIGHBOURS_MAX, count)):
+            buffers += [target[position * size : (position + 1) * size], _SCRAP[:padding]]
+        got = segment.read_payloads(buffers, offset_bytes + first * (size + padding))
+        done += (got + padding) // (size + padding)
+    return done
+
+
+_NEIGHBOURS_MAX = 512  # payload and padding each take a buffer of one call, which takes at most 1,024

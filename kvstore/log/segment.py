@@ -1,0 +1,228 @@
+"""One segment file: OPEN -> SEALED -> RETIRED -> unlinked.
+
+Only the writer thread appends. Anyone reads. Use rows (recency, flags) are written by whoever uses a block: they are hints
+about value, and a lost update costs at most a little recency; flags only ever gain bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import CorruptDataDirError, ForeignSegmentError
+from kvstore.log import format as fmt
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.log.device import Device
+    from kvstore.types import SegmentId
+
+_PADDING = bytes(fmt.ALIGNMENT_BYTES)
+_SCAN_ROWS = 4096
+
+
+class Segment:
+    """An open file of blocks. The descriptor is closed when the last user lets go of the object."""
+
+    def __init__(self, path: Path, device: Device, descriptor: int, header: fmt.SegmentHeader) -> None:
+        self.path = path
+        self.header = header
+        self.segment_id = header.segment_id
+        self.layout = fmt.Layout(header.row_capacity)
+        self._device = device
+        self._descriptor = descriptor
+        self._map: mmap.mmap = device.map(descriptor, self.layout.mapped_bytes)
+        self._head = np.frombuffer(self._map, dtype="<u4", count=fmt.HEADER_BYTES // 4)
+        self._uses: NDArray[np.uint32] = np.frombuffer(
+            self._map, dtype="<u4", offset=fmt.HEADER_BYTES, count=header.row_capacity * fmt.USE_COLUMNS
+        ).reshape(header.row_capacity, fmt.USE_COLUMNS)
+        # Last, so that a constructor that fails leaves closing to its caller.
+        self._closer = weakref.finalize(self, device.close, descriptor)
+        self.unlink_failed = False  # so that it is told once; writer thread only
+        self.slot_count = 0  # slots handed out; writer thread only, then constant
+        self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
+        # Kept in memory (8 B a block) so that accounting reads no rows. Untouched pages of these cost nothing.
+        self._lengths: NDArray[np.uint32] = np.zeros(header.row_capacity, dtype=np.uint32)
+        self._namespace_ids: NDArray[np.uint32] = np.zeros(header.row_capacity, dtype=np.uint32)
+
+    @classmethod
+    def create(cls, path: Path, device: Device, header: fmt.SegmentHeader) -> Segment:
+        """Make the file. Raises: OSError; a file half made is removed again."""
+        descriptor = device.create(path)
+        try:
+            layout = fmt.Layout(header.row_capacity)
+            device.resize(descriptor, layout.payload_offset)
+            device.write(descriptor, [header.encode()], 0)
+            return cls(path, device, descriptor, header)
+        except OSError:
+            device.close(descriptor)
+            with contextlib.suppress(OSError):
+                device.unlink(path)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, device: Device, store_id: bytes) -> Segment:
+        """Open an existing file. Raises: CorruptDataDirError, ForeignSegmentError, FormatVersionError, OSError."""
+        descriptor = device.open(path)
+        try:
+            page = bytearray(fmt.HEADER_BYTES)
+            size = device.read(descriptor, [memoryview(page)], 0)
+            header = fmt.SegmentHeader.decode(bytes(page[:size]), path.name)
+            check_identity(header, path, store_id)
+            # A file cut short would make the mapping reach past its end, where touching it is a signal, not an error.
+            if (
+                device.read(descriptor, [memoryview(bytearray(1))], fmt.Layout(header.row_capacity).payload_offset - 1)
+                != 1
+            ):
+                raise CorruptDataDirError(f"{path.name}: ends inside its tables")
+            segment = cls(path, device, descriptor, header)
+        except BaseException:
+            device.close(descriptor)
+            raise
+        segment._find_end()
+        return segment
+
+    def _find_end(self) -> None:
+        """Read the rows up to the first stretch without any; a failed append ends a segment, so nothing lies behind it."""
+        for first in range(0, self.header.row_capacity, _SCAN_ROWS):
+            rows = self.read_rows(first, min(_SCAN_ROWS, self.header.row_capacity - first))
+            used = np.flatnonzero(rows["magic"])
+            if not len(used):
+                return
+            count = int(used[-1]) + 1
+            self._lengths[first : first + count] = rows["length_bytes"][:count]
+            self._namespace_ids[first : first + count] = rows["namespace_id"][:count]
+            self.slot_count = first + count
+            self.end_bytes = fmt.align(int((rows["offset_bytes"] + rows["length_bytes"]).max()))
+
+    @property
+    def state(self) -> int:
+        """STATE_OPEN, STATE_SEALED or STATE_RETIRED."""
+        return int(self._head[fmt.STATE_OFFSET // 4])
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._head[fmt.STATE_OFFSET // 4] = state
+
+    @property
+    def lease_until_s(self) -> int:
+        """The last deadline of a lease that names the segment."""
+        return int(self._head[fmt.LEASE_UNTIL_OFFSET // 4])
+
+    def extend_lease(self, deadline_s: int) -> None:
+        """Keep the file at least until then. Lost updates between threads only matter to the second."""
+        if deadline_s > self._head[fmt.LEASE_UNTIL_OFFSET // 4]:
+            self._head[fmt.LEASE_UNTIL_OFFSET // 4] = deadline_s
+
+    @property
+    def uses(self) -> NDArray[np.uint32]:
+        """Shape (row capacity, 16), shared: flags and last uses. Rows of slots not yet taken are zero."""
+        return self._uses
+
+    @property
+    def lengths(self) -> NDArray[np.uint32]:
+        """Shape (slot_count,): payload bytes."""
+        return self._lengths[: self.slot_count]
+
+    @property
+    def namespace_ids(self) -> NDArray[np.uint32]:
+        """Shape (slot_count,)."""
+        return self._namespace_ids[: self.slot_count]
+
+    def has_room(self, size_bytes: int, segment_size_bytes: int) -> bool:
+        """Whether a payload of that size fits, in rows and in bytes."""
+        return (
+            self.slot_count < self.header.row_capacity and self.end_bytes + fmt.align(size_bytes) <= segment_size_bytes
+        )
+
+    def append(self, entries: Sequence[tuple[fmt.Entry, Buffer]], uses: NDArray[np.uint32]) -> int:
+        """Write payloads, then use rows, then rows; returns the first slot.
+
+        Args:
+            entries: what each row says, and its payload.
+            uses: shape (len(entries), 16): the use rows.
+        Raises: OSError: nothing of it counts, and the segment must not be appended to again.
+        """
+        first_slot, offset = self.slot_count, self.end_bytes
+        buffers: list[Buffer] = []
+        rows = []
+        for index, (entry, payload) in enumerate(entries):
+            rows.append(fmt.encode_row(self.segment_id, first_slot + index, offset, entry))
+            padding = fmt.align(entry.length_bytes) - entry.length_bytes
+            buffers.append(payload)
+            if padding:
+                buffers.append(_PADDING[:padding])
+            offset += entry.length_bytes + padding
+        self._device.write(self._descriptor, buffers, self.end_bytes)
+        self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
+        try:
+            self._device.write(self._descriptor, [b"".join(rows)], self.layout.row_offset(first_slot))
+        except OSError:
+            # A part of the rows may be there: flagged, they are never offered, not even by a rebuilt index.
+            self.flag(np.arange(first_slot, first_slot + len(entries)), fmt.FLAG_DELETED)
+            raise
+        self._lengths[first_slot : first_slot + len(entries)] = [entry.length_bytes for entry, _ in entries]
+        self._namespace_ids[first_slot : first_slot + len(entries)] = [entry.namespace_id for entry, _ in entries]
+        self.slot_count, self.end_bytes = first_slot + len(entries), offset
+        return first_slot
+
+    def flag(self, slots: NDArray[np.integer], flags: int) -> None:
+        """Set flag bits; they are never cleared."""
+        self._uses[slots, 0] |= np.uint32(flags)
+
+    def touch(self, slots: NDArray[np.integer], class_id: int, now_s: int) -> None:
+        """Note a use of the slots by a class."""
+        column = self._uses[:, class_id]
+        column[slots] = np.maximum(column[slots], np.uint32(now_s))
+
+    def read_rows(self, first_slot: int, count: int) -> NDArray[np.void]:
+        """The rows of consecutive slots; all zero where the file is short."""
+        buffer = bytearray(count * fmt.ROW_BYTES)
+        self._device.read(self._descriptor, [memoryview(buffer)], self.layout.row_offset(first_slot))
+        return np.frombuffer(buffer, dtype=fmt.ROW_DTYPE)
+
+    def read_payloads(self, buffers: Sequence[memoryview], offset_bytes: int) -> int:
+        """Fill the buffers from `offset_bytes` on; returns the bytes read."""
+        return self._device.read(self._descriptor, buffers, offset_bytes)
+
+    def sync(self) -> None:
+        """Return when everything written, use rows included, survives power loss."""
+        self._device.sync(self._descriptor)
+
+    def seal(self) -> None:
+        """No more appends."""
+        if self.state == fmt.STATE_OPEN:
+            self.state = fmt.STATE_SEALED
+
+    def allocated_bytes(self) -> int:
+        """What `du` counts for the file."""
+        return self._device.allocated_bytes(self._descriptor)
+
+
+def check_identity(header: fmt.SegmentHeader, path: Path, store_id: bytes) -> None:
+    """Raises: ForeignSegmentError: another store's file; CorruptDataDirError: it stands under another segment's name."""
+    if header.store_id != store_id:
+        raise ForeignSegmentError(
+            f"{path.name}: belongs to store {header.store_id.hex()}, this is {store_id.hex()}; move it away"
+        )
+    if path.name != segment_name(header.segment_id):
+        raise CorruptDataDirError(f"{path.name}: holds segment {segment_name(header.segment_id)}")
+
+
+def segment_name(segment_id: SegmentId) -> str:
+    """The file's name."""
+    return f"{segment_id:016x}.seg"
+
+
+def row_capacity(segment_size_bytes: int) -> int:
+    """Rows of a segment: enough for payloads of one page each."""
+    return max(1, segment_size_bytes // fmt.ALIGNMENT_BYTES)

@@ -1,0 +1,136 @@
+"""All segment files of a data directory: making, finding, retiring and counting them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from kvstore.errors import CorruptDataDirError
+from kvstore.log import format as fmt
+from kvstore.log.segment import Segment, row_capacity, segment_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kvstore.log.device import Device
+    from kvstore.types import ClassId, SegmentId
+
+_log = logging.getLogger(__name__)
+_DAMAGED_SUFFIX = ".damaged"
+
+
+class SegmentSet:
+    """Segments by id. `get` is for any thread; making and retiring are for the writer thread."""
+
+    def __init__(self, directory: Path, device: Device, store_id: bytes, segment_size_bytes: int) -> None:
+        self.segment_size_bytes = segment_size_bytes
+        self._directory = directory
+        self._device = device
+        self._store_id = store_id
+        self._lock = threading.Lock()  # guards the two dicts, never held across I/O
+        self._segments: dict[SegmentId, Segment] = {}
+        self._allocated: dict[SegmentId, int] = {}
+        self._retiring: list[Segment] = []  # writer thread only
+        self._damaged_bytes = 0
+
+    def open_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Open every file there is. A damaged one is set aside under another name, loudly.
+
+        Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch.
+        """
+        paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
+        for done, path in enumerate(paths):
+            progress(done, len(paths))
+            try:
+                self._add(Segment.open(path, self._device, self._store_id))
+            except (CorruptDataDirError, OSError) as error:
+                aside = path.with_suffix(path.suffix + _DAMAGED_SUFFIX)
+                path.rename(aside)
+                _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
+        self._damaged_bytes = sum(
+            path.stat().st_blocks * 512 for path in self._directory.iterdir() if path.suffix == _DAMAGED_SUFFIX
+        )
+        progress(len(paths), len(paths))
+
+    def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float, *, durable: bool) -> Segment:
+        """Make a new segment. Raises: OSError."""
+        header = fmt.SegmentHeader(
+            segment_id, self._store_id, class_id, row_capacity(self.segment_size_bytes), int(now_s)
+        )
+        segment = Segment.create(self._directory / segment_name(segment_id), self._device, header)
+        if durable:
+            self._device.sync_directory(self._directory)
+        self._add(segment)
+        return segment
+
+    def _add(self, segment: Segment) -> None:
+        allocated = segment.allocated_bytes()
+        with self._lock:
+            self._segments[segment.segment_id] = segment
+            self._allocated[segment.segment_id] = allocated
+
+    def get(self, segment_id: int) -> Segment | None:
+        """The segment, unless it is reclaimed."""
+        return self._segments.get(segment_id)  # type: ignore[call-overload, no-any-return]
+
+    def all(self) -> list[Segment]:
+        """Every segment whose file is there, oldest first."""
+        with self._lock:
+            return [self._segments[segment_id] for segment_id in sorted(self._segments)]
+
+    def note_growth(self, segment: Segment) -> None:
+        """Count a segment's new size."""
+        allocated = segment.allocated_bytes()
+        with self._lock:
+            self._allocated[segment.segment_id] = allocated
+
+    def retire(self, segment: Segment) -> None:
+        """Take a segment out of use; its file goes when the last lease that could name it has passed."""
+        segment.state = fmt.STATE_RETIRED
+        self._retiring.append(segment)
+
+    def reap(self, now_s: float) -> int:
+        """Unlink retired files whose leases have passed; returns bytes given back.
+
+        A file that cannot be unlinked stays on the list and keeps counting; the others go on.
+        """
+        freed, kept = 0, []
+        for segment in self._retiring:
+            if segment.lease_until_s > now_s or not self._unlink(segment):
+                kept.append(segment)
+                continue
+            with self._lock:
+                del self._segments[segment.segment_id]
+                freed += self._allocated.pop(segment.segment_id)
+        self._retiring = kept
+        return freed
+
+    def _unlink(self, segment: Segment) -> bool:
+        try:
+            self._device.unlink(segment.path)
+        except OSError as error:
+            if not segment.unlink_failed:
+                _log.warning("segment %s cannot be removed and keeps its space: %s", segment.path.name, error)
+            segment.unlink_failed = True
+            return False
+        return True
+
+    def used_bytes(self) -> int:
+        """Allocated bytes of all segment files, retired and damaged ones included."""
+        with self._lock:
+            return sum(self._allocated.values()) + self._damaged_bytes
+
+    def retiring_bytes(self) -> int:
+        """Of those, files that only wait for leases to pass."""
+        retiring = list(self._retiring)
+        with self._lock:
+            return sum(self._allocated.get(segment.segment_id, 0) for segment in retiring)
+
+    def release(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._segments.clear()
+            self._allocated.clear()
+        self._retiring.clear()

@@ -1,0 +1,385 @@
+"""The one writer: group commit of puts, and every other change to segments and index.
+
+Order, for each group: payloads, use rows, rows (then fdatasync, if durable), then the index commit, then the answers.
+*The index may lag the log, never lead it.*
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import KvStoreError, StorageError, StoreFullError
+from kvstore.log import format as fmt
+from kvstore.types import BlockAddr, PutStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from typing_extensions import Buffer
+
+    from kvstore.catalog import ClassRecord
+    from kvstore.clock import Clock
+    from kvstore.counters import StoreCounters
+    from kvstore.index import BlockIndex
+    from kvstore.log.segment import Segment
+    from kvstore.log.segments import SegmentSet
+
+_log = logging.getLogger(__name__)
+
+_GROUP_BYTES = 32 << 20  # more than this is not gathered into one group; it bounds what one answer waits for
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewEntry:
+    """Something to store: where the index will file it, what its row says, and its bytes."""
+
+    key: bytes
+    entry: fmt.Entry
+    payload: Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an entry."""
+
+    status: PutStatus
+    error: KvStoreError | None = None
+
+
+STORED, EXISTS = Outcome(PutStatus.STORED), Outcome(PutStatus.EXISTS)
+
+
+@dataclass(slots=True)
+class PutJob:
+    """Entries of one call, for one traffic class."""
+
+    traffic_class: ClassRecord
+    entries: Sequence[NewEntry]
+    size_bytes: int
+    future: Future[list[Outcome]] = field(default_factory=Future)
+    outcomes: list[Outcome | None] = field(init=False)  # writer thread only, until the future is resolved
+
+    def __post_init__(self) -> None:
+        self.outcomes = [None] * len(self.entries)
+
+
+@dataclass(slots=True)
+class Task:
+    """Anything else that has to happen on the writer thread."""
+
+    call: Callable[[], object]
+    future: Future[object] = field(default_factory=Future)
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An entry on its way to disk, and everyone who waits for it: (job, position) pairs, the first stores it."""
+
+    new: NewEntry
+    class_id: int
+    waiting: list[tuple[PutJob, int]]
+    replaced: BlockAddr | None
+    addr: BlockAddr | None = None
+    error: KvStoreError | None = None
+
+
+class LogWriter:
+    """Owns the open segments and the index's write transactions."""
+
+    def __init__(
+        self,
+        segments: SegmentSet,
+        index: BlockIndex,
+        clock: Clock,
+        counters: StoreCounters,
+        *,
+        live: Callable[[BlockAddr], bool],
+        new_segment: Callable[[int], Segment],
+        make_room: Callable[[int], None],
+        housekeeping: Callable[[], None],
+        durable: bool,
+        queue_max_bytes: int,
+    ) -> None:
+        self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
+        self._live, self._new_segment, self._make_room, self._housekeeping = live, new_segment, make_room, housekeeping
+        self._durable = durable
+        self._queue_max_bytes = queue_max_bytes
+        self._queue: queue.SimpleQueue[PutJob | Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._queued_bytes = 0  # guarded by _lock
+        self._closed = False  # guarded by _lock
+        self._open: dict[int, Segment] = {}  # class id -> segment; writer thread only
+        self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, job: PutJob) -> bool:
+        """Queue a put; False, and nothing queued, if too many bytes wait already."""
+        with self._lock:
+            if self._closed:
+                raise StorageError("the store is closed")
+            # A put larger than the queue goes through when nothing else waits.
+            if self._queued_bytes and self._queued_bytes + job.size_bytes > self._queue_max_bytes:
+                return False
+            self._queued_bytes += job.size_bytes
+            self._queue.put(job)
+        return True
+
+    def call(self, function: Callable[[], object]) -> Future[object]:
+        """Run something on the writer thread, after what is queued."""
+        task = Task(function)
+        with self._lock:
+            if self._closed:
+                raise StorageError("the store is closed")
+            self._queue.put(task)
+        return task.future
+
+    def close(self) -> None:
+        """Finish what is queued, seal the open segments, stop the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_tick = time.monotonic() + _TICK_S
+        stopping = False
+        while not stopping:
+            jobs, stopping = self._gather(max(0.0, next_tick - time.monotonic()))
+            if jobs:
+                self._commit_group(jobs)
+            if time.monotonic() >= next_tick:
+                with contextlib.suppress(KvStoreError, OSError):  # told where it happens; the next tick tries again
+                    self._housekeeping()
+                next_tick = time.monotonic() + _TICK_S
+        for class_id in list(self._open):
+            self.seal(class_id)
+
+    def _gather(self, timeout_s: float) -> tuple[list[PutJob], bool]:
+        """Puts that can be committed together; runs a task when it comes to one. The flag says that it is time to stop."""
+        jobs: list[PutJob] = []
+        size = 0
+        while size < _GROUP_BYTES:
+            try:
+                item = self._queue.get(timeout=timeout_s) if not jobs else self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                return jobs, True
+            if isinstance(item, Task):
+                if jobs:
+                    self._commit_group(jobs)
+                _run_task(item)
+                return [], False
+            jobs.append(item)
+            size += item.size_bytes
+        return jobs, False
+
+    def _commit_group(self, jobs: list[PutJob]) -> None:
+        try:
+            self._commit(jobs)
+        except Exception as error:  # the thread's edge: an error here must fail the puts, not the writer
+            _log.exception("group commit failed")
+            failure = Outcome(PutStatus.REJECTED, StorageError(f"group commit failed: {error}"))
+            for job in jobs:
+                job.outcomes = [outcome or failure for outcome in job.outcomes]
+        with self._lock:
+            self._queued_bytes -= sum(job.size_bytes for job in jobs)
+        for job in jobs:
+            job.future.set_result([outcome for outcome in job.outcomes if outcome is not None])
+
+    def _commit(self, jobs: list[PutJob]) -> None:
+        now_s = int(self._clock.now_s())
+        pending = self._sort_out(jobs, now_s)
+        by_class: dict[int, list[_Pending]] = defaultdict(list)
+        for item in pending:
+            by_class[item.class_id].append(item)
+        for class_id, items in by_class.items():
+            self._append(class_id, items, now_s)
+        written = [item for item in pending if item.addr is not None]
+        self._make_findable(written)
+        self._answer(pending)
+
+    def _sort_out(self, jobs: list[PutJob], now_s: int) -> list[_Pending]:
+        """Answer what is there already; what is left has to be written, once each."""
+        known = self._index.lookup([new.key for job in jobs for new in job.entries])
+        pending: dict[bytes, _Pending] = {}
+        for job in jobs:
+            class_id = job.traffic_class.class_id
+            for position, new in enumerate(job.entries):
+                addr = known.get(new.key)
+                if addr is not None and self._live(addr):
+                    job.outcomes[position] = EXISTS
+                    self._touch(addr, class_id, now_s)
+                elif new.key in pending:
+                    pending[new.key].waiting.append((job, position))
+                else:
+                    pending[new.key] = _Pending(new, class_id, [(job, position)], addr)
+        return list(pending.values())
+
+    def _touch(self, addr: BlockAddr, class_id: int, now_s: int) -> None:
+        segment = self._segments.get(addr.segment_id)
+        if segment is not None:
+            segment.touch(np.array([addr.slot]), class_id, now_s)
+
+    def _append(self, class_id: int, items: list[_Pending], now_s: int) -> None:
+        """Write items to the class's open segments, rolling as they fill. Failed items get an error, the others an address."""
+        start = 0
+        while start < len(items):
+            batch: list[_Pending] = []
+            try:
+                segment = self._segment_with_room(class_id, items[start].new.entry.length_bytes)
+                batch = self._fitting(segment, items[start:])
+                self._write(segment, batch, now_s)
+            except (OSError, KvStoreError) as error:
+                batch = batch or items[start:]
+                for item in batch:
+                    item.error = storage_error(error)
+                if isinstance(error, OSError):
+                    self.seal(class_id)  # what a failed write left behind must stay the segment's end
+            start += len(batch)
+
+    def _segment_with_room(self, class_id: int, size_bytes: int) -> Segment:
+        segment = self._open.get(class_id)
+        if segment is not None and not segment.has_room(size_bytes, self._segments.segment_size_bytes):
+            self.seal(class_id)
+            segment = None
+        if segment is None:
+            self._make_room(_NEW_SEGMENT_BYTES)
+            segment = self._open[class_id] = self._new_segment(class_id)
+        return segment
+
+    def _fitting(self, segment: Segment, items: list[_Pending]) -> list[_Pending]:
+        end, slots = segment.end_bytes, segment.header.row_capacity - segment.slot_count
+        count = 0
+        for item in items[:slots]:
+            end += fmt.align(item.new.entry.length_bytes)
+            if end > self._segments.segment_size_bytes:
+                break
+            count += 1
+        return items[:count]
+
+    def _write(self, segment: Segment, batch: list[_Pending], now_s: int) -> None:
+        payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
+        table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
+        self._make_room(payload_bytes + table_bytes)
+        uses = np.zeros((len(batch), fmt.USE_COLUMNS), dtype="<u4")
+        for row, item in enumerate(batch):
+            uses[row, [job.traffic_class.class_id for job, _ in item.waiting]] = now_s
+        try:
+            first_slot = segment.append([(item.new.entry, item.new.payload) for item in batch], uses)
+            if self._durable:
+                self._sync(segment, first_slot, len(batch))
+        finally:
+            self._segments.note_growth(segment)
+        self._counters.add(bytes_written=payload_bytes + len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES))
+        for row, item in enumerate(batch):
+            item.addr = BlockAddr(segment.segment_id, first_slot + row)
+
+    def _sync(self, segment: Segment, first_slot: int, count: int) -> None:
+        try:
+            segment.sync()
+        except OSError:
+            # Whether the bytes are durable is unknown now, and a second sync would not tell: they are given up.
+            segment.flag(np.arange(first_slot, first_slot + count), fmt.FLAG_DELETED)
+            raise
+
+    def _make_findable(self, written: list[_Pending]) -> None:
+        if not written:
+            return
+        try:
+            self._index.commit({item.new.key: item.addr for item in written if item.addr is not None})
+        except KvStoreError as error:
+            for item in written:
+                self._flag(item.addr, fmt.FLAG_DELETED)
+                item.addr, item.error = None, error
+            return
+        for item in written:
+            self._flag(item.replaced, fmt.FLAG_EVICTED)
+
+    def _flag(self, addr: BlockAddr | None, flags: int) -> None:
+        segment = self._segments.get(addr.segment_id) if addr is not None else None
+        if segment is not None and addr is not None:
+            segment.flag(np.array([addr.slot]), flags)
+
+    def _answer(self, pending: list[_Pending]) -> None:
+        for item in pending:
+            first, *others = item.waiting
+            failure = Outcome(PutStatus.REJECTED, item.error or StorageError("not written"))
+            for job, position in others:
+                job.outcomes[position] = EXISTS if item.addr is not None else failure
+            job, position = first
+            job.outcomes[position] = STORED if item.addr is not None else failure
+
+    def seal(self, class_id: int) -> None:
+        """Stop appending to the class's open segment; writer thread only."""
+        segment = self._open.pop(class_id, None)
+        if segment is not None:
+            segment.seal()
+
+    def open_class_of(self, segment: Segment) -> int | None:
+        """The class whose open segment it is; writer thread only."""
+        return next((class_id for class_id, other in self._open.items() if other is segment), None)
+
+    def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: np.ndarray) -> list[BlockAddr]:
+        """Append entries that are moved, with their use rows; writer thread only. The caller commits the index.
+
+        Needs room for them already: it never reclaims. Raises: OSError, KvStoreError.
+        """
+        addrs: list[BlockAddr] = []
+        for new, use in zip(entries, uses, strict=True):
+            segment = self._open.get(class_id)
+            if segment is None or not segment.has_room(new.entry.length_bytes, self._segments.segment_size_bytes):
+                self.seal(class_id)
+                segment = self._open[class_id] = self._new_segment(class_id)
+            try:
+                slot = segment.append([(new.entry, new.payload)], use.reshape(1, -1))
+            except OSError:
+                self.seal(class_id)
+                raise
+            finally:
+                self._segments.note_growth(segment)
+            addrs.append(BlockAddr(segment.segment_id, slot))
+            self._counters.add(bytes_written=fmt.align(new.entry.length_bytes) + fmt.ROW_BYTES + fmt.USE_BYTES)
+        for segment_id in {addr.segment_id for addr in addrs} if self._durable else ():
+            moved_to = self._segments.get(segment_id)
+            if moved_to is not None:
+                moved_to.sync()
+        return addrs
+
+
+# A new file's header page, and the first page of each table.
+_NEW_SEGMENT_BYTES = 4 * fmt.ALIGNMENT_BYTES
+
+
+def storage_error(error: Exception) -> KvStoreError:
+    """An operating system's error as one of ours."""
+    if isinstance(error, KvStoreError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreFullError(f"the disk is full: {error}")
+    return StorageError(f"write failed: {error}")
+
+
+def _run_task(task: Task) -> None:
+    try:
+        task.future.set_result(task.call())
+    except Exception as error:  # the thread's edge: it belongs to whoever asked
+        task.future.set_exception(error)

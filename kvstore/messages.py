@@ -1,0 +1,127 @@
+"""The store's types to wire messages and back. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from google.protobuf import duration_pb2, timestamp_pb2
+from kvstore_api.framing import join_frame
+from kvstore_api.limits import MAX_FRAME_DATA_BYTES
+from kvstore_api.v1 import admin_pb2, block_store_pb2, types_pb2
+
+from kvstore.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvstore.traffic import TrafficClass
+    from kvstore.types import BlockInfo, Namespace, PutResult, ReadFrame, ResumePlan, StateObject, Usage
+
+_NANOS = 1_000_000_000
+
+
+def to_timestamp(time_s: float) -> timestamp_pb2.Timestamp:
+    """Seconds since the epoch."""
+    nanos = round(time_s * _NANOS)
+    return timestamp_pb2.Timestamp(seconds=nanos // _NANOS, nanos=nanos % _NANOS)
+
+
+def to_duration(seconds: int) -> duration_pb2.Duration:
+    """Whole seconds."""
+    return duration_pb2.Duration(seconds=seconds)
+
+
+def from_duration(duration: duration_pb2.Duration, name: str) -> float:
+    """Seconds. Raises: InvalidArgumentError: not positive, or no valid duration; names the field."""
+    seconds = duration.seconds + duration.nanos / _NANOS
+    if not 0 <= duration.nanos < _NANOS or seconds <= 0:
+        raise InvalidArgumentError(f"{name} is {duration.seconds} s and {duration.nanos} ns, it must be more than 0")
+    return seconds
+
+
+def traffic_class_message(traffic_class: TrafficClass) -> types_pb2.TrafficClass:
+    """A traffic class."""
+    refresh = types_pb2.RefreshRule.Name(traffic_class.refresh)
+    return types_pb2.TrafficClass(name=traffic_class.name, ttl=to_duration(traffic_class.ttl_s), refresh=refresh)
+
+
+def resume_plan_message(plan: ResumePlan) -> types_pb2.ResumePlan:
+    """A resume plan."""
+    mode = types_pb2.ReplayMode.Name(plan.mode)
+    return types_pb2.ResumePlan(hit_tokens=plan.hit_tokens, replay_start_token=plan.replay_start_token, mode=mode)
+
+
+def put_result_message(result: PutResult, *, with_detail: bool = True) -> types_pb2.PutResult:
+    """A put's result for one block."""
+    status = types_pb2.PutStatus.Name(result.status)
+    detail = result.detail if with_detail else ""
+    return types_pb2.PutResult(block=result.block, status=status, reason=result.reason, detail=detail)
+
+
+def read_frame_message(frame: ReadFrame) -> bytes:
+    """A `GetBlocksResponse`, serialized; copies the frame's parts once."""
+    fields = block_store_pb2.GetBlocksResponse(
+        blocks=frame.blocks,
+        checksums=frame.checksums,
+        offset_bytes=frame.offset_bytes,
+        misses=[types_pb2.Miss(block=miss.block, reason=miss.reason) for miss in frame.misses],
+    )
+    return join_frame(fields, frame.parts, frame.size_bytes)
+
+
+def state_frames(state: StateObject | None) -> Iterator[bytes]:
+    """The `GetStateResponse`s of a state object, serialized; one that says so when there is none."""
+    if state is None:
+        yield block_store_pb2.GetStateResponse(found=False).SerializeToString()
+        return
+    view = memoryview(state.data)
+    for offset in range(0, max(len(view), 1), MAX_FRAME_DATA_BYTES):
+        fields = block_store_pb2.GetStateResponse(offset_bytes=offset)
+        if offset == 0:
+            fields.found, fields.size_bytes, fields.checksum = True, len(view), state.checksum
+        part = view[offset : offset + MAX_FRAME_DATA_BYTES]
+        yield join_frame(fields, (part,), len(part))
+
+
+def usage_message(usage: Usage) -> admin_pb2.Usage:
+    """Blocks and bytes."""
+    return admin_pb2.Usage(blocks=usage.blocks, bytes=usage.bytes)
+
+
+def class_usage_message(traffic_class: TrafficClass, usage: Usage) -> admin_pb2.ClassUsage:
+    """A class and what lies in its segments."""
+    return admin_pb2.ClassUsage(traffic_class=traffic_class_message(traffic_class), usage=usage_message(usage))
+
+
+def namespace_message(namespace: Namespace, usage: Usage) -> admin_pb2.NamespaceInfo:
+    """A namespace and what it holds."""
+    return admin_pb2.NamespaceInfo(
+        namespace=namespace.digest,
+        spec=namespace.spec.to_proto(),
+        live=usage_message(usage),
+        create_time=to_timestamp(namespace.create_time_s),
+    )
+
+
+def block_info_message(info: BlockInfo) -> admin_pb2.BlockInfo:
+    """Everything known about a block."""
+    return admin_pb2.BlockInfo(
+        namespace=info.namespace,
+        prefix_hash=info.prefix_hash,
+        block=info.block,
+        size_bytes=info.size_bytes,
+        checksum=info.checksum,
+        segment_id=info.addr.segment_id,
+        slot=info.addr.slot,
+        create_time=to_timestamp(info.create_time_s),
+        uses=[
+            types_pb2.ClassUse(
+                traffic_class=use.traffic_class,
+                last_use=to_timestamp(use.last_use_s),
+                expiry=to_timestamp(use.expiry_s),
+            )
+            for use in info.uses
+        ],
+        state=info.state,
+        state_object=info.state_object,
+    )

@@ -1,0 +1,219 @@
+"""Space comes back by whole segments: dead blocks are dropped, live ones worth it are appended again, the file is unlinked.
+
+One mechanism for TTL, capacity, eviction and delete. Which segment: one that is more than half dead, the deadest first, before
+anything live is lost; else the coldest, judged by the median last use of its live blocks. Of that one the blocks used more
+recently than most of the store are kept (a system prompt that everyone shares lies among its first writer's cold blocks), up to
+a quarter of it, so that reclaiming always gains; the rest is evicted.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvstore.errors import KvStoreError, StoreFullError
+from kvstore.expiry import last_use_s
+from kvstore.index import row_key
+from kvstore.log import format as fmt
+from kvstore.log.writer import NewEntry
+from kvstore.types import BlockAddr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from kvstore.clock import Clock
+    from kvstore.counters import StoreCounters
+    from kvstore.index import BlockIndex
+    from kvstore.log.segment import Segment
+    from kvstore.log.segments import SegmentSet
+    from kvstore.log.writer import LogWriter
+
+_log = logging.getLogger(__name__)
+
+_COMPACT_BELOW_LIVE_SHARE = 0.5
+_KEEP_SHARE_MAX = 0.25
+_INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
+_HIGH_WATERMARK = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """A segment as a candidate: what reclaiming it would cost and gain."""
+
+    segment: Segment
+    live: NDArray[np.bool_]
+    live_bytes: int
+    live_share: float
+    median_use_s: float
+
+
+class Reclaimer:
+    """Keeps the directory under its cap. All methods are for the writer thread, but `used_bytes` and `live`."""
+
+    def __init__(
+        self,
+        segments: SegmentSet,
+        index: BlockIndex,
+        clock: Clock,
+        counters: StoreCounters,
+        *,
+        capacity_bytes: int,
+        small_files_bytes: Callable[[], int],
+        live: Callable[[Segment], NDArray[np.bool_]],
+    ) -> None:
+        self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
+        self._capacity_bytes = capacity_bytes
+        self._small_files_bytes = small_files_bytes
+        self._live = live
+        # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
+        self._headroom_bytes = segments.segment_size_bytes // 2 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
+        self._last_pass_s = 0.0
+
+    def used_bytes(self) -> int:
+        """Allocated bytes of the whole directory, as `du` counts."""
+        return self._segments.used_bytes() + self._index.used_bytes() + self._small_files_bytes()
+
+    def make_room(self, need_bytes: int, writer: LogWriter) -> None:
+        """Reclaim until `need_bytes` more fit. Raises: StoreFullError: nothing more can be reclaimed now."""
+        limit = self._capacity_bytes - self._headroom_bytes
+        if self.used_bytes() + need_bytes <= limit:
+            return
+        self._segments.reap(self._clock.now_s())
+        while (used := self.used_bytes()) + need_bytes > limit:
+            if need_bytes > limit or not self._reclaim_one(writer):
+                raise StoreFullError(
+                    f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
+                    f"{self._segments.retiring_bytes()} wait for leases to pass and nothing more can be reclaimed now"
+                )
+
+    def tick(self, writer: LogWriter) -> None:
+        """Once a second: finish what waited for leases, give back dead space, keep ahead of the cap."""
+        now_s = self._clock.now_s()
+        self._counters.add(bytes_reclaimed=self._segments.reap(now_s))
+        worths = self._candidates(writer)
+        dead = [worth for worth in worths if worth.live_share < _COMPACT_BELOW_LIVE_SHARE]
+        for worth in sorted(dead, key=lambda worth: worth.live_share):
+            # Whatever is wholly dead goes at once; of the others one a tick, because moving blocks costs writes.
+            self._reclaim(worth, worth.live, writer)
+            if worth.live_bytes:
+                break
+        if self.used_bytes() > _HIGH_WATERMARK * (self._capacity_bytes - self._headroom_bytes):
+            self._reclaim_one(writer)
+
+    def _reclaim_one(self, writer: LogWriter) -> bool:
+        """Reclaim the segment that costs least; False if there is none."""
+        worths = self._candidates(writer)
+        if not worths:
+            return False
+        deadest = min(worths, key=lambda worth: worth.live_share)
+        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE:
+            self._reclaim(deadest, deadest.live, writer)
+            return True
+        typical_s = float(np.median([worth.median_use_s for worth in worths]))
+        coldest = min(worths, key=lambda worth: worth.median_use_s)
+        self._reclaim(coldest, _worth_keeping(coldest, typical_s), writer)
+        return True
+
+    def _candidates(self, writer: LogWriter) -> list[_Worth]:
+        """Segments nobody appends to and no lease names."""
+        now_s = self._clock.now_s()
+        worths = []
+        for segment in self._segments.all():
+            if segment.state != fmt.STATE_SEALED or segment.lease_until_s > now_s:
+                self._seal_if_dead(segment, writer)
+                continue
+            live = self._live(segment)
+            live_bytes = int(segment.lengths[live].sum())
+            share = live_bytes / max(1, segment.end_bytes - segment.layout.payload_offset)
+            uses = last_use_s(segment.uses[: segment.slot_count][live])
+            worths.append(_Worth(segment, live, live_bytes, share, float(np.median(uses)) if len(uses) else 0.0))
+        return worths
+
+    def _seal_if_dead(self, segment: Segment, writer: LogWriter) -> None:
+        if segment.state == fmt.STATE_OPEN and segment.slot_count and not self._live(segment).any():
+            class_id = writer.open_class_of(segment)
+            if class_id is not None:
+                writer.seal(class_id)
+
+    def _reclaim(self, worth: _Worth, keep: NDArray[np.bool_], writer: LogWriter) -> None:
+        """Move the blocks to keep, drop the index entries of the others, retire the file.
+
+        Flags, index and retirement come in this order so that a crash anywhere leaves each block right or missing, and a match
+        that runs meanwhile either sees the new place, or has its lease seen here.
+        """
+        segment = worth.segment
+        rows = segment.read_rows(0, segment.slot_count)
+        whole = fmt.valid_rows(rows, segment.segment_id)
+        kept = np.flatnonzero(keep & whole)
+        moved = self._move(segment, rows, kept, writer)
+        dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
+        self._count_losses(segment, dropped, worth.live)
+        segment.flag(dropped, fmt.FLAG_EVICTED)
+        removed = [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in dropped if whole[slot]]
+        self._index.commit({row_key(rows[slot]): addr for slot, addr in moved.items()}, removed)
+        segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
+        self._segments.retire(segment)
+        freed = self._segments.reap(self._clock.now_s())
+        self._counters.add(segments_reclaimed=1, bytes_reclaimed=freed)
+        _log.info(
+            "reclaimed segment %d: %d blocks kept, %d dropped, %d bytes free",
+            segment.segment_id,
+            len(moved),
+            len(dropped),
+            freed,
+        )
+
+    def _move(
+        self, segment: Segment, rows: NDArray[np.void], kept: NDArray[np.intp], writer: LogWriter
+    ) -> dict[int, BlockAddr]:
+        """Append the kept slots again; returns where those went that could be read and written."""
+        entries, slots = [], []
+        for slot in kept:
+            payload = bytearray(int(rows[slot]["length_bytes"]))
+            if segment.read_payloads([memoryview(payload)], int(rows[slot]["offset_bytes"])) == len(payload):
+                # Not checked here: the checksum moves along, and whoever reads the block checks it.
+                entries.append(NewEntry(row_key(rows[slot]), _entry(rows[slot]), payload))
+                slots.append(int(slot))
+        uses = segment.uses[slots].copy()
+        try:
+            addrs = writer.rewrite(segment.header.class_id, entries, uses)
+        except (OSError, KvStoreError) as error:
+            _log.warning("segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), error)
+            return {}
+        return dict(zip(slots, addrs, strict=True))
+
+    def _count_losses(self, segment: Segment, dropped: NDArray[np.intp], live: NDArray[np.bool_]) -> None:
+        flagged = segment.uses[dropped, 0] != 0  # counted when they were flagged
+        evicted = int(live[dropped].sum())
+        self._counters.add(blocks_evicted=evicted, blocks_expired=int((~flagged).sum()) - evicted)
+
+
+def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:
+    """The live blocks used later than is typical for the store, latest first, up to a quarter of the segment's bytes."""
+    segment = worth.segment
+    uses = last_use_s(segment.uses[: segment.slot_count])
+    keep = worth.live & (uses > typical_s)
+    order = np.flatnonzero(keep)[np.argsort(uses[keep], kind="stable")[::-1]]
+    sizes = np.cumsum(segment.lengths[order].astype(np.int64))
+    budget = _KEEP_SHARE_MAX * (segment.end_bytes - segment.layout.payload_offset)
+    keep[order[sizes > budget]] = False
+    return keep
+
+
+def _entry(row: np.void) -> fmt.Entry:
+    return fmt.Entry(
+        namespace_id=int(row["namespace_id"]),
+        kind=int(row["kind"]),
+        class_id=int(row["class_id"]),
+        position=int(row["position"]),
+        anchor=row["anchor"].tobytes(),
+        prefix_hash=row["prefix_hash"].tobytes(),
+        length_bytes=int(row["length_bytes"]),
+        create_time_s=int(row["create_time_s"]),
+        checksum=int(row["checksum"]),
+    )

@@ -1,0 +1,743 @@
+"""The store on local disk: the only door to log, index, leases and TTLs. Synchronous and thread-safe; knows no grpc."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from kvstore_api import encoding
+from kvstore_api.checksum import block_checksum
+from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
+from kvstore_api.namespace import NamespaceSpecError
+
+from kvstore import census
+from kvstore.counters import StoreCounters
+from kvstore.data_dir import DataDir
+from kvstore.errors import (
+    InvalidArgumentError,
+    NamespaceAmbiguousError,
+    NamespaceNotFoundError,
+    OverloadedError,
+    UnknownTrafficClassError,
+)
+from kvstore.expiry import TtlTable, last_use_s
+from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
+from kvstore.leases import LeaseMint
+from kvstore.log import format as fmt
+from kvstore.log.device import Device, FileDevice
+from kvstore.log.reader import BlockReader, ReadRequest
+from kvstore.log.segments import SegmentSet
+from kvstore.log.writer import LogWriter, NewEntry, Outcome, PutJob, storage_error
+from kvstore.reclaim import Reclaimer
+from kvstore.recover import recover
+from kvstore.resume import resume_plan
+from kvstore.traffic import MAX_TTL_S, RefreshRule
+from kvstore.types import (
+    BlockAddr,
+    BlockInfo,
+    EvictSelection,
+    Match,
+    Namespace,
+    PutBlock,
+    PutResult,
+    PutStatus,
+    SegmentId,
+    StateObject,
+    StoreStatus,
+    Usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from kvstore_api.chain import Chain
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
+    from numpy.typing import NDArray
+    from typing_extensions import Buffer
+
+    from kvstore.catalog import Catalog, ClassRecord
+    from kvstore.clock import Clock
+    from kvstore.config import StoreConfig, TrafficClassConfig
+    from kvstore.log.segment import Segment
+    from kvstore.traffic import TrafficClass
+    from kvstore.types import ClassId, ReadFrame
+
+_log = logging.getLogger(__name__)
+
+_SEGMENTS_PER_CAPACITY = 16  # reclaim works by segments, so there have to be some
+_HEX_PREFIX_MIN = 8
+_LEASE_RETRIES = 3
+
+
+class LocalStore:
+    """Blocks on this machine's disk. See FORMAT.md for the bytes."""
+
+    def __init__(
+        self,
+        data_dir: DataDir,
+        catalog: Catalog,
+        config: StoreConfig,
+        default_class: str,
+        clock: Clock,
+        device: Device,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.store_id = catalog.store_id
+        self.counters = StoreCounters()
+        self._data_dir, self._config, self._clock = data_dir, config, clock
+        self._default_class = default_class
+        self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
+        self._catalog = catalog
+        self._ttls = TtlTable(catalog.classes.values())
+        self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only
+        self._live_ids = _namespace_ids(catalog)
+        self._segments = SegmentSet(
+            data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
+        )
+        self._segments.open_all()
+        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity)
+        recover(self._segments, self._index, progress)
+        self._mint = LeaseMint(catalog.secret)
+        self._reader = BlockReader(self._segments, self.counters)
+        self._reclaimer = Reclaimer(
+            self._segments,
+            self._index,
+            clock,
+            self.counters,
+            capacity_bytes=config.capacity,
+            small_files_bytes=data_dir.small_files_bytes,
+            live=self._live_mask,
+        )
+        self._writer = LogWriter(
+            self._segments,
+            self._index,
+            clock,
+            self.counters,
+            live=self._is_live,
+            new_segment=self._new_segment,
+            make_room=lambda need_bytes: self._reclaimer.make_room(need_bytes, self._writer),
+            housekeeping=lambda: self._reclaimer.tick(self._writer),
+            durable=config.durability == "sync",
+            queue_max_bytes=config.put_queue,
+        )
+        self._writer.start()
+
+    @classmethod
+    def open(
+        cls,
+        data_dir: Path,
+        config: StoreConfig,
+        traffic_classes: Mapping[str, TrafficClassConfig],
+        clock: Clock,
+        *,
+        device: Device | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Self:
+        """Open a data directory, or make one. The first traffic class is the default.
+
+        Args: progress: called with (segments done, segments in all) while the index is brought up to date.
+        Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
+        """
+        directory = DataDir.open(data_dir)
+        try:
+            loaded = directory.load_catalog()
+            catalog = loaded.with_classes(traffic_classes)
+            if catalog != loaded:
+                catalog.save(data_dir)
+            default = next(iter(traffic_classes))
+            return cls(directory, catalog, config, default, clock, device or FileDevice(), progress)
+        except OSError as error:
+            directory.close()
+            raise storage_error(error) from error
+        except BaseException:
+            directory.close()
+            raise
+
+    def close(self) -> None:
+        """Finish queued puts, seal, sync, give the directory back. Idempotent."""
+        self._writer.close()
+        self._index.close()
+        self._segments.release()
+        self._data_dir.close()
+
+    # Namespaces and classes
+
+    def register_namespace(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace of a spec, new or known. Raises: InvalidArgumentError, StorageError."""
+        try:
+            spec.validate()
+        except NamespaceSpecError as error:
+            raise InvalidArgumentError(f"namespace spec: {error}") from None
+        room = self._segments.segment_size_bytes - fmt.Layout(_row_capacity(self._config)).payload_offset
+        if fmt.align(spec.block_bytes) > room:
+            raise InvalidArgumentError(
+                f"namespace spec: block_bytes is {spec.block_bytes}, a segment takes {room}; raise store.segment_size "
+                f"(and store.capacity, of which a segment is at most 1/{_SEGMENTS_PER_CAPACITY})"
+            )
+        digest = spec.digest()
+        known = self._catalog.namespaces.get(digest)
+        if known is not None:
+            return known
+        self._change_catalog(
+            lambda catalog: (
+                catalog if digest in catalog.namespaces else catalog.with_namespace(spec, self._clock.now_s())
+            )
+        )
+        return self._catalog.namespaces[digest]
+
+    def namespace(self, digest: bytes) -> Namespace:
+        """A registered namespace. Raises: InvalidArgumentError, NamespaceNotFoundError."""
+        if len(digest) != HASH_BYTES:
+            raise InvalidArgumentError(f"namespace has {len(digest)} bytes, a digest has {HASH_BYTES}")
+        found = self._catalog.namespaces.get(digest)  # type: ignore[call-overload]
+        if found is None:
+            raise NamespaceNotFoundError(f"namespace {digest.hex()[:16]}… is not registered here; register it first")
+        return found  # type: ignore[no-any-return]
+
+    def find_namespace(self, hex_prefix: str) -> Namespace:
+        """The namespace whose digest begins so. Raises: InvalidArgumentError, NamespaceNotFoundError, NamespaceAmbiguousError."""
+        _hex_prefix(hex_prefix, "namespace")
+        found = [n for digest, n in self._catalog.namespaces.items() if digest.hex().startswith(hex_prefix.lower())]
+        if not found:
+            raise NamespaceNotFoundError(f"no namespace begins with {hex_prefix}; `namespace list` shows them")
+        if len(found) > 1:
+            raise NamespaceAmbiguousError(f"{len(found)} namespaces begin with {hex_prefix}; give more digits")
+        return found[0]
+
+    def namespaces(self) -> list[tuple[Namespace, Usage]]:
+        """All namespaces with what they hold, oldest first."""
+        usage = census.by_namespace(self._segments.all(), self._live_mask)
+        return [(n, usage.get(n.namespace_id, Usage())) for n in self._catalog.namespaces.values()]
+
+    def drop_namespace(self, namespace: Namespace, *, dry_run: bool) -> Usage:
+        """Forget a namespace: its blocks are misses at once, their space comes back by and by. Returns what it held."""
+        usage = dict((n.namespace_id, usage) for n, usage in self.namespaces()).get(namespace.namespace_id, Usage())
+        if not dry_run:
+            self._change_catalog(lambda catalog: catalog.without_namespace(namespace))
+            self.counters.add(blocks_deleted=usage.blocks)
+        return usage
+
+    def traffic_classes(self) -> list[TrafficClass]:
+        """The classes in force."""
+        return [record.traffic_class for record in self._catalog.classes.values()]
+
+    def set_ttl(self, traffic_class: str, ttl_s: int) -> tuple[TrafficClass, TrafficClass]:
+        """Change a class's TTL, at once and for good; returns the class before and after.
+
+        Raises: UnknownTrafficClassError, InvalidArgumentError.
+        """
+        before = self._class(traffic_class).traffic_class
+        if not 1 <= ttl_s <= MAX_TTL_S:
+            raise InvalidArgumentError(f"ttl is {ttl_s} s, allowed are 1 to {MAX_TTL_S} s")
+        self._change_catalog(lambda catalog: catalog.with_ttl(before.name, ttl_s))
+        return before, self._class(before.name).traffic_class
+
+    def _class(self, name: str) -> ClassRecord:
+        record = self._catalog.classes.get(name or self._default_class)
+        if record is None:
+            known = ", ".join(sorted(self._catalog.classes))
+            raise UnknownTrafficClassError(f"traffic class {name!r} is unknown; known are {known}")
+        return record
+
+    def _change_catalog(self, change: Callable[[Catalog], Catalog]) -> None:
+        """Save the changed catalog, then use it. Raises: StoreFullError, StorageError: nothing has changed."""
+        with self._catalog_lock:
+            catalog = change(self._catalog)
+            try:
+                catalog.save(self._data_dir.path)
+            except OSError as error:
+                raise storage_error(error) from error
+            self._catalog = catalog
+            self._ttls = TtlTable(catalog.classes.values())
+            self._live_ids = _namespace_ids(catalog)
+
+    # Data
+
+    def match(
+        self,
+        namespace: Namespace,
+        chain: Chain,
+        traffic_class: str = "",
+        *,
+        lease_s: float | None = None,
+        peek: bool = False,
+    ) -> Match:
+        """The longest stored leading part of the chain that a resume plan can use, leased.
+
+        A use of it by the class, unless `peek`. Raises: UnknownTrafficClassError, InvalidArgumentError.
+        """
+        record = self._class(traffic_class)
+        wanted_s = self._config.lease_s if lease_s is None else lease_s
+        if not (math.isfinite(wanted_s) and wanted_s > 0):
+            raise InvalidArgumentError(f"lease is {wanted_s} s, it must be positive")
+        now_s = self._clock.now_s()
+        deadline_s = now_s + min(wanted_s, self._config.lease_max_s)
+        for _ in range(_LEASE_RETRIES):
+            addrs = self._live_run(namespace, chain.data, now_s)
+            plan = resume_plan(
+                namespace.spec, len(addrs), lambda blocks, name: self._has_state(namespace, chain[blocks - 1], name)
+            )
+            hit = plan.hit_tokens // namespace.spec.block_tokens
+            addrs = addrs[:hit]
+            if self._lease(addrs, deadline_s):
+                break
+            # A segment was reclaimed meanwhile; what was worth keeping has a new place now.
+        else:
+            addrs, hit, plan = addrs[:0], 0, resume_plan(namespace.spec, 0, lambda blocks, name: False)
+        if not peek:
+            self._count_match(namespace, len(chain), hit)
+            if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
+                self._touch(addrs, record.class_id, int(now_s))
+        lease = self._mint.make(namespace.namespace_id, addrs, deadline_s) if hit else b""
+        return Match(hit, lease, deadline_s, plan)
+
+    def _count_match(self, namespace: Namespace, asked: int, hit: int) -> None:
+        tokens = namespace.spec.block_tokens
+        self.counters.add(
+            matches=1, asked_blocks=asked, hit_blocks=hit, asked_tokens=asked * tokens, hit_tokens=hit * tokens
+        )
+
+    def _live_run(self, namespace: Namespace, chain: bytes, now_s: float) -> NDArray[np.void]:
+        """Addresses of the chain's leading blocks that are indexed, neither flagged nor expired."""
+        addrs = self._index.leading_run(namespace.namespace_id, chain)
+        live = self._live_addrs(addrs, now_s)
+        return addrs if live.all() else addrs[: int(np.argmin(live))]
+
+    def _live_addrs(self, addrs: NDArray[np.void], now_s: float) -> NDArray[np.bool_]:
+        live = np.zeros(len(addrs), dtype=bool)
+        for segment, where in self._by_segment(addrs):
+            slots = addrs["slot"][where]
+            if segment.state != fmt.STATE_RETIRED and (slots < segment.header.row_capacity).all():
+                live[where] = self._ttls.live(segment.uses[slots], now_s)
+        return live
+
+    def _by_segment(self, addrs: NDArray[np.void]) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
+        """Each segment that some of the addresses are in, with their positions."""
+        ids = addrs["segment_id"]
+        for segment_id in np.unique(ids).tolist():
+            segment = self._segments.get(segment_id)
+            if segment is not None:
+                yield segment, np.flatnonzero(ids == segment_id)
+
+    def _lease(self, addrs: NDArray[np.void], deadline_s: float) -> bool:
+        """Note the lease in the segments; False if one is retired, in which case the note may have come too late."""
+        leased = 0
+        for segment, where in self._by_segment(addrs):
+            segment.extend_lease(math.ceil(deadline_s))
+            leased += len(where) if segment.state != fmt.STATE_RETIRED else 0
+        return leased == len(addrs)
+
+    def _touch(self, addrs: NDArray[np.void], class_id: ClassId, now_s: int) -> None:
+        for segment, where in self._by_segment(addrs):
+            segment.touch(addrs["slot"][where], class_id, now_s)
+
+    def read(
+        self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, lease: bytes = b""
+    ) -> Iterator[ReadFrame]:
+        """Blocks of the chain in frames; what is not there, or not right, is a miss. Each step of the iterator does I/O.
+
+        Raises: InvalidArgumentError: at once, not when iterated.
+        """
+        _check_range(chain, first_block, block_count)
+        now_s = self._clock.now_s()
+        places = self._leased(namespace, lease, first_block, block_count, now_s)
+        addrs, present = places or self._look_up(namespace, chain, first_block, block_count, now_s)
+        return self._reader.frames(
+            ReadRequest(namespace.namespace_id, namespace.spec.block_bytes, chain.data, first_block, addrs, present)
+        )
+
+    def _leased(
+        self, namespace: Namespace, lease: bytes, first_block: int, block_count: int, now_s: float
+    ) -> tuple[NDArray[np.void], NDArray[np.bool_]] | None:
+        """The places a valid lease promises, even if their blocks have expired or been evicted since.
+
+        None when it does not cover all blocks, or names a file that is gone: then the look-up decides.
+        """
+        leased = self._mint.check(lease, namespace.namespace_id, now_s) if lease else None
+        if leased is None or len(leased) < first_block + block_count:
+            return None
+        addrs = leased[first_block : first_block + block_count]
+        there = sum(len(where) for _, where in self._by_segment(addrs))
+        return (addrs, np.ones(block_count, dtype=bool)) if there == block_count else None
+
+    def _look_up(
+        self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
+    ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+        keys = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
+        found = self._index.lookup(keys)
+        nowhere = BlockAddr(SegmentId(0), 0)
+        places = [found.get(key, nowhere) for key in keys]
+        addrs = _as_array(places)
+        return addrs, self._live_addrs(addrs, now_s)
+
+    def submit_put(
+        self, namespace: Namespace, chain: Chain, blocks: Sequence[PutBlock], traffic_class: str = ""
+    ) -> Future[list[PutResult]]:
+        """Store blocks of the chain; the future tells what became of each, in the order given.
+
+        A block of the wrong size or with a wrong checksum is rejected alone.
+        Raises: InvalidArgumentError, UnknownTrafficClassError: the request is wrong as a whole.
+        """
+        record = self._class(traffic_class)
+        for block in blocks:
+            if not 0 <= block.block < len(chain):
+                raise InvalidArgumentError(f"block {block.block} is not in the chain of {len(chain)}")
+        rejected: dict[int, PutResult] = {}
+        entries: list[NewEntry] = []
+        positions: list[int] = []
+        for position, block in enumerate(blocks):
+            problem = _check_block(namespace, chain, block)
+            if problem is not None:
+                rejected[position] = problem
+                continue
+            entries.append(self._new_entry(namespace, record, chain, block))
+            positions.append(position)
+        if entries:
+            self._touch_ancestors(namespace, chain, min(block.block for block in blocks), record)
+        return self._submit(record, entries, lambda outcomes: _put_results(blocks, rejected, positions, outcomes))
+
+    def _touch_ancestors(self, namespace: Namespace, chain: Chain, first_block: int, record: ClassRecord) -> None:
+        """Ancestors are touched no earlier than their descendants, so that a chain never has a hole that recency explains."""
+        if first_block == 0 or record.traffic_class.refresh is not RefreshRule.ON_ACCESS:
+            return
+        now_s = int(self._clock.now_s())
+        parent, live = self._look_up(namespace, chain, first_block - 1, 1, now_s)
+        segment = self._segments.get(int(parent[0]["segment_id"]))
+        if not live[0] or segment is None or segment.uses[int(parent[0]["slot"]), record.class_id] >= now_s:
+            return  # just touched, as it is when a put comes in several parts
+        self._touch(self._live_run(namespace, chain.first(first_block).data, now_s), record.class_id, now_s)
+
+    def _new_entry(self, namespace: Namespace, record: ClassRecord, chain: Chain, block: PutBlock) -> NewEntry:
+        (key,) = block_keys(namespace.namespace_id, chain.data, block.block, 1)
+        entry = fmt.Entry(
+            namespace_id=namespace.namespace_id,
+            kind=fmt.KIND_BLOCK,
+            class_id=record.class_id,
+            position=block.block,
+            anchor=anchor_of(chain.data, block.block),
+            prefix_hash=chain[block.block],
+            length_bytes=namespace.spec.block_bytes,
+            create_time_s=int(self._clock.now_s()),
+            checksum=block.checksum,
+        )
+        return NewEntry(key, entry, block.data)
+
+    def _submit(
+        self, record: ClassRecord, entries: Sequence[NewEntry], results: Callable[[list[Outcome]], list[PutResult]]
+    ) -> Future[list[PutResult]]:
+        job = PutJob(record, entries, sum(entry.entry.length_bytes for entry in entries))
+        answer: Future[list[PutResult]] = Future()
+
+        def settle(done: Future[list[Outcome]]) -> None:
+            outcomes = done.result()
+            self._count_puts(entries, outcomes)
+            answer.set_result(results(outcomes))
+
+        job.future.add_done_callback(settle)
+        if not entries:
+            job.future.set_result([])
+        elif not self._writer.submit(job):
+            full = OverloadedError(
+                f"store.put_queue ({self._config.put_queue} bytes) is full; the disk does not keep up"
+            )
+            job.future.set_result([Outcome(PutStatus.REJECTED, full)] * len(entries))
+        return answer
+
+    def _count_puts(self, entries: Sequence[NewEntry], outcomes: list[Outcome]) -> None:
+        stored = [new for new, outcome in zip(entries, outcomes, strict=True) if outcome.status is PutStatus.STORED]
+        exist = sum(outcome.status is PutStatus.EXISTS for outcome in outcomes)
+        self.counters.add(
+            blocks_stored=len(stored),
+            bytes_stored=sum(new.entry.length_bytes for new in stored),
+            blocks_exist=exist,
+            blocks_rejected=len(outcomes) - len(stored) - exist,
+        )
+
+    def delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
+        """Delete blocks: misses at once, under leases too, and after a restart. Returns how many were there."""
+        _check_range(chain, first_block, block_count)
+        addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
+        for segment, where in self._by_segment(addrs[live]):
+            segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
+            if self._config.durability == "sync":
+                segment.sync()
+        deleted = int(live.sum())
+        self.counters.add(blocks_deleted=deleted)
+        return deleted
+
+    # State objects
+
+    def read_state(
+        self, namespace: Namespace, prefix_hash: bytes, name: str, traffic_class: str = ""
+    ) -> StateObject | None:
+        """A state object, if it is alive and right. Raises: InvalidArgumentError, UnknownTrafficClassError."""
+        record = self._class(traffic_class)
+        state_hash = _state_hash(prefix_hash, name)
+        found = self._state_addr(namespace, prefix_hash, state_hash)
+        segment = self._segments.get(found.segment_id) if found is not None else None
+        if found is None or segment is None:
+            return None
+        row = segment.read_rows(found.slot, 1)[0]
+        if row["prefix_hash"].tobytes() != state_hash or row["namespace_id"] != namespace.namespace_id:
+            return None
+        data = bytearray(int(row["length_bytes"]))
+        try:
+            size = segment.read_payloads([memoryview(data)], int(row["offset_bytes"]))
+        except OSError:
+            return None
+        if size != len(data) or block_checksum(data, prefix_hash) != int(row["checksum"]):
+            segment.flag(np.array([found.slot]), fmt.FLAG_DELETED)
+            self.counters.add(blocks_corrupt=1)
+            return None
+        if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
+            segment.touch(np.array([found.slot]), record.class_id, int(self._clock.now_s()))
+        return StateObject(bytes(data), int(row["checksum"]))
+
+    def _has_state(self, namespace: Namespace, prefix_hash: bytes, name: str) -> bool:
+        return self._state_addr(namespace, prefix_hash, _state_hash(prefix_hash, name)) is not None
+
+    def _state_addr(self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes) -> BlockAddr | None:
+        key = state_key(namespace.namespace_id, prefix_hash, state_hash)
+        addr = self._index.lookup([key]).get(key)
+        return addr if addr is not None and self._is_live(addr) else None
+
+    def submit_put_state(
+        self,
+        namespace: Namespace,
+        prefix_hash: bytes,
+        name: str,
+        data: Buffer,
+        checksum: int,
+        traffic_class: str = "",
+    ) -> Future[PutResult]:
+        """Store a state object. It never changes: a second put under the same name answers EXISTS.
+
+        Raises: InvalidArgumentError, UnknownTrafficClassError.
+        """
+        record = self._class(traffic_class)
+        state_hash = _state_hash(prefix_hash, name)
+        size = memoryview(data).nbytes
+        room = self._segments.segment_size_bytes - fmt.Layout(_row_capacity(self._config)).payload_offset
+        if not 1 <= size <= min(MAX_STATE_BYTES, room):
+            raise InvalidArgumentError(f"state object has {size} bytes, allowed are 1 to {min(MAX_STATE_BYTES, room)}")
+        rejected: dict[int, PutResult] = {}
+        entries: list[NewEntry] = []
+        if block_checksum(data, prefix_hash) != checksum:
+            rejected[0] = PutResult(0, PutStatus.REJECTED, "BAD_CHECKSUM", f"want {checksum:#018x}")
+        else:
+            entry = fmt.Entry(
+                namespace_id=namespace.namespace_id,
+                kind=fmt.KIND_STATE,
+                class_id=record.class_id,
+                position=0,
+                anchor=prefix_hash[: fmt.ANCHOR_BYTES],
+                prefix_hash=state_hash,
+                length_bytes=size,
+                create_time_s=int(self._clock.now_s()),
+                checksum=checksum,
+            )
+            entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, state_hash), entry, data))
+        only = [PutBlock(0, data, checksum)]
+        results = self._submit(
+            record, entries, lambda outcomes: _put_results(only, rejected, [0][: len(entries)], outcomes)
+        )
+        answer: Future[PutResult] = Future()
+        results.add_done_callback(lambda done: answer.set_result(done.result()[0]))
+        return answer
+
+    # Operators
+
+    def status(self) -> StoreStatus:
+        """What the store is and holds."""
+        segments = self._segments.all()
+        usage = census.by_class(segments, self._live_mask)
+        records = self._catalog.classes.values()
+        return StoreStatus(
+            store_id=self.store_id,
+            data_dir=str(self._data_dir.path),
+            capacity_bytes=self._config.capacity,
+            used_bytes=self._reclaimer.used_bytes(),
+            retiring_bytes=self._segments.retiring_bytes(),
+            live=Usage(sum(u.blocks for u in usage.values()), sum(u.bytes for u in usage.values())),
+            segment_count=len(segments),
+            classes=[(record.traffic_class, usage.get(record.class_id, Usage())) for record in records],
+            namespace_count=len(self._catalog.namespaces),
+            durability=self._config.durability,
+        )
+
+    def evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
+        """Evict the blocks selected, or only count them. They are misses at once and after a restart.
+
+        Raises: InvalidArgumentError: no condition given, or one out of range; UnknownTrafficClassError.
+        """
+        chosen = self._select(selection)
+        blocks = sum(len(slots) for _, slots in chosen)
+        size = sum(int(segment.lengths[slots].sum()) for segment, slots in chosen)
+        if not dry_run:
+            for segment, slots in chosen:
+                segment.flag(slots, fmt.FLAG_EVICTED)
+                if self._config.durability == "sync" and len(slots):
+                    segment.sync()
+            self.counters.add(blocks_evicted=blocks)
+        return Usage(blocks, size)
+
+    def _select(self, selection: EvictSelection) -> list[tuple[Segment, NDArray[np.intp]]]:
+        """Slots to evict by segment."""
+        if selection == EvictSelection():
+            raise InvalidArgumentError("evict: give a namespace, a class, older-than or down-to-share")
+        share, age_s = selection.down_to_share, selection.older_than_s
+        if share is not None and not 0 <= share <= 1:
+            raise InvalidArgumentError(f"evict: down_to_share is {share}, it must be from 0 to 1")
+        if age_s is not None and not (math.isfinite(age_s) and age_s >= 0):
+            raise InvalidArgumentError(f"evict: older_than is {age_s} s, it must not be negative")
+        class_id = self._class(selection.traffic_class).class_id if selection.traffic_class else None
+        now_s = self._clock.now_s()
+        chosen = []
+        for segment in self._segments.all():
+            if class_id is not None and segment.header.class_id != class_id:
+                continue
+            wanted = self._live_mask(segment)
+            if selection.namespace is not None:
+                wanted &= segment.namespace_ids[: len(wanted)] == selection.namespace.namespace_id
+            if age_s is not None:
+                wanted &= last_use_s(segment.uses[: len(wanted)]) <= now_s - age_s
+            chosen.append((segment, np.flatnonzero(wanted)))
+        return chosen if share is None else self._coldest(chosen, share)
+
+    def _coldest(
+        self, chosen: list[tuple[Segment, NDArray[np.intp]]], share: float
+    ) -> list[tuple[Segment, NDArray[np.intp]]]:
+        """Of the chosen slots the coldest, so many that live bytes fall to that share of the capacity; deeper blocks first."""
+        excess = census.total(self._segments.all(), self._live_mask).bytes - share * self._config.capacity
+        slots = np.concatenate([slots for _, slots in chosen]) if chosen else np.zeros(0, dtype=np.intp)
+        owner = np.concatenate([np.full(len(s), i) for i, (_, s) in enumerate(chosen)]) if chosen else slots
+        if excess <= 0 or not len(slots):
+            return []
+        sizes = np.concatenate([segment.lengths[s].astype(np.int64) for segment, s in chosen])
+        uses = np.concatenate([last_use_s(segment.uses[s]) for segment, s in chosen])
+        depth = np.concatenate([segment.read_rows(0, segment.slot_count)["position"][s] for segment, s in chosen])
+        order = np.lexsort((-depth.astype(np.int64), uses))
+        taken = order[np.cumsum(sizes[order]) - sizes[order] < excess]
+        return [(segment, slots[taken[owner[taken] == i]]) for i, (segment, _) in enumerate(chosen)]
+
+    def find_blocks(self, hash_prefix_hex: str, limit: int = 100) -> list[BlockInfo]:
+        """Blocks and state objects whose hash begins so, at most `limit`. Raises: InvalidArgumentError."""
+        digits = _hex_prefix(hash_prefix_hex, "prefix hash")
+        whole = bytes.fromhex(digits[: len(digits) // 2 * 2])
+        half = int(digits[-1], 16) if len(digits) % 2 else None
+        catalog = self._catalog
+        digests: dict[int, NamespaceDigest] = {n.namespace_id: digest for digest, n in catalog.namespaces.items()}
+        found = census.find(
+            self._segments.all(), whole, half, digests, catalog.classes.values(), self._ttls, self._clock.now_s()
+        )
+        return sorted(found, key=lambda block: (block.prefix_hash, block.addr.segment_id))[:limit]
+
+    def tick(self) -> None:
+        """Do the once-a-second housekeeping now, and wait for it."""
+        self._writer.call(lambda: self._reclaimer.tick(self._writer)).result()
+
+    # For the parts below
+
+    def _live_mask(self, segment: Segment) -> NDArray[np.bool_]:
+        """Which slots are neither flagged, nor expired, nor of a dropped namespace."""
+        namespace_ids = segment.namespace_ids
+        live = self._ttls.live(segment.uses[: len(namespace_ids)], self._clock.now_s())
+        live &= np.isin(namespace_ids, self._live_ids)
+        return live
+
+    def _is_live(self, addr: BlockAddr) -> bool:
+        return bool(self._live_addrs(_as_array([addr]), self._clock.now_s())[0])
+
+    def _new_segment(self, class_id: int) -> Segment:
+        """Make a segment under an id never used before; writer thread only."""
+        if self._next_segment_id >= self._segment_ids_end:
+            with self._catalog_lock:
+                catalog, first = self._catalog.with_segment_run()
+                catalog.save(self._data_dir.path)
+                self._catalog = catalog
+            self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
+        segment_id = SegmentId(self._next_segment_id)
+        self._next_segment_id += 1
+        durable = self._config.durability == "sync"
+        return self._segments.create(segment_id, class_id, self._clock.now_s(), durable=durable)  # type: ignore[arg-type]
+
+
+def segment_size_bytes(config: StoreConfig) -> int:
+    """The size of a segment: as configured, but never more than a share of the capacity."""
+    size = min(config.segment_size, config.capacity // _SEGMENTS_PER_CAPACITY)
+    return size // fmt.ALIGNMENT_BYTES * fmt.ALIGNMENT_BYTES
+
+
+def _row_capacity(config: StoreConfig) -> int:
+    return segment_size_bytes(config) // fmt.ALIGNMENT_BYTES
+
+
+def _namespace_ids(catalog: Catalog) -> NDArray[np.uint32]:
+    return np.array([n.namespace_id for n in catalog.namespaces.values()], dtype=np.uint32)
+
+
+def _as_array(addrs: Sequence[BlockAddr]) -> NDArray[np.void]:
+    array = np.zeros(len(addrs), dtype=[("segment_id", "<u8"), ("slot", "<u4")])
+    array["segment_id"] = [addr.segment_id for addr in addrs]
+    array["slot"] = [addr.slot for addr in addrs]
+    return array
+
+
+def _check_range(chain: Chain, first_block: int, block_count: int) -> None:
+    if block_count < 1 or first_block < 0 or first_block + block_count > len(chain):
+        raise InvalidArgumentError(
+            f"blocks [{first_block}, {first_block + block_count}) are no part of a chain of {len(chain)} blocks"
+        )
+
+
+def _check_block(namespace: Namespace, chain: Chain, block: PutBlock) -> PutResult | None:
+    """Why a block cannot be stored, or None."""
+    size = memoryview(block.data).nbytes
+    if size != namespace.spec.block_bytes:
+        detail = f"block {block.block} has {size} bytes, the namespace's blocks have {namespace.spec.block_bytes}"
+        return PutResult(block.block, PutStatus.REJECTED, "WRONG_SIZE", detail)
+    found = block_checksum(block.data, chain[block.block])
+    if found != block.checksum:
+        detail = f"block {block.block} has checksum {found:#018x}, want {block.checksum:#018x}"
+        return PutResult(block.block, PutStatus.REJECTED, "BAD_CHECKSUM", detail)
+    return None
+
+
+def _put_results(
+    blocks: Sequence[PutBlock], rejected: Mapping[int, PutResult], positions: Sequence[int], outcomes: Sequence[Outcome]
+) -> list[PutResult]:
+    results = dict(rejected)
+    for position, outcome in zip(positions, outcomes, strict=True):
+        block = blocks[position].block
+        error = outcome.error
+        if error is None:
+            results[position] = PutResult(block, outcome.status)
+        else:
+            results[position] = PutResult(block, outcome.status, error.reason, str(error))
+    return [results[position] for position in range(len(blocks))]
+
+
+def _state_hash(prefix_hash: bytes, name: str) -> bytes:
+    """Names a state object: 32 bytes over the prefix hash it stands beside, and its name there."""
+    if len(prefix_hash) != HASH_BYTES:
+        raise InvalidArgumentError(f"prefix hash has {len(prefix_hash)} bytes, not {HASH_BYTES}")
+    if not 1 <= len(name.encode()) <= MAX_STATE_NAME_BYTES:
+        raise InvalidArgumentError(
+            f"state name has {len(name.encode())} bytes, allowed are 1 to {MAX_STATE_NAME_BYTES}"
+        )
+    parts = (encoding.field(0, b"kvstore/state/1"), encoding.field(1, prefix_hash), encoding.text_field(2, name))
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def _hex_prefix(digits: str, what: str) -> str:
+    if not _HEX_PREFIX_MIN <= len(digits) <= 2 * HASH_BYTES or any(c not in "0123456789abcdef" for c in digits.lower()):
+        raise InvalidArgumentError(
+            f"{what} {digits!r}: give {_HEX_PREFIX_MIN} to {2 * HASH_BYTES} hexadecimal digits of its beginning"
+        )
+    return digits.lower()
