@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 from kvstore_api.v1 import admin_pb2 as pb
 
-from kvstore.errors import InvalidArgumentError, UnknownTrafficClassError
+from kvstore.errors import InvalidArgumentError
 from kvstore.messages import (
     block_info_message,
     class_usage_message,
@@ -142,23 +142,13 @@ def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage]:
 
 
 def _selection(store: LocalStore, request: pb.EvictRequest) -> EvictSelection:
-    """Raises: InvalidArgumentError: no condition, or an impossible one; NamespaceNotFoundError."""
-    names = [traffic_class.name for traffic_class in store.traffic_classes()]
-    if request.traffic_class and request.traffic_class not in names:
-        raise UnknownTrafficClassError(
-            f"unknown traffic class {request.traffic_class[:64]!r}; there are {', '.join(names)}"
-        )
-    selection = EvictSelection(
+    """Raises: NamespaceNotFoundError, NamespaceAmbiguousError, InvalidArgumentError."""
+    return EvictSelection(
         namespace=store.find_namespace(request.namespace_hex) if request.namespace_hex else None,
         traffic_class=request.traffic_class,
         older_than_s=from_duration(request.older_than, "older_than") if request.HasField("older_than") else None,
         down_to_share=request.down_to_share if request.HasField("down_to_share") else None,
     )
-    if selection == EvictSelection():
-        raise InvalidArgumentError("evict needs a condition: namespace, traffic class, older_than or down_to_share")
-    if selection.down_to_share is not None and not 0 <= selection.down_to_share <= 1:
-        raise InvalidArgumentError(f"down_to_share is {selection.down_to_share}, it must be 0 to 1")
-    return selection
 
 
 def _hit_rate(counters: Mapping[str, int]) -> float:

@@ -342,7 +342,7 @@ def _did_you_mean(setting: Setting, known: Sequence[Key]) -> str:
 def _explain(problem: Any, merged: Mapping[Key, Setting]) -> str:  # noqa: ANN401
     """One of pydantic's errors as a sentence that names the keys and where their values came from."""
     key = tuple(str(part) for part in problem["loc"])
-    name, message = ".".join(key), problem["msg"].removeprefix("Value error, ")
+    name, message = ".".join(key), str(problem["msg"]).removeprefix("Value error, ")
     if key in merged and merged[key].value != {}:
         return f"{name} is {str(merged[key].value)!r} ({merged[key].origin}): {message}"
     if problem["type"] == "missing":

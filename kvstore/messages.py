@@ -32,11 +32,10 @@ def to_duration(seconds: int) -> duration_pb2.Duration:
 
 
 def from_duration(duration: duration_pb2.Duration, name: str) -> float:
-    """Seconds. Raises: InvalidArgumentError: not positive, or no valid duration; names the field."""
-    seconds = duration.seconds + duration.nanos / _NANOS
-    if not 0 <= duration.nanos < _NANOS or seconds <= 0:
-        raise InvalidArgumentError(f"{name} is {duration.seconds} s and {duration.nanos} ns, it must be more than 0")
-    return seconds
+    """Seconds, 0 or more. Raises: InvalidArgumentError: negative, or no valid duration; names the field."""
+    if duration.seconds < 0 or not 0 <= duration.nanos < _NANOS:
+        raise InvalidArgumentError(f"{name} is {duration.seconds} s and {duration.nanos} ns, it must not be negative")
+    return duration.seconds + duration.nanos / _NANOS
 
 
 def traffic_class_message(traffic_class: TrafficClass) -> types_pb2.TrafficClass:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvstore.store import LocalStore
     from kvstore.types import PutResult, StoreStatus
 
-CONTENT_TYPE = "text/plain"
 # Budgets begin at 50 ms; a match takes well under 1 ms, a long stream seconds.
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -140,7 +139,7 @@ class _StoreCollector:
         counters = store.counters.snapshot() if store else {}
         for name, text in STORE_COUNTERS.items():
             yield CounterMetricFamily(f"kvstore_{name}", text, value=counters.get(name, 0))
-        yield GaugeMetricFamily("kvstore_serving", "1 once the store is open, 0 while it is opened.", value=bool(store))
+        yield GaugeMetricFamily("kvstore_serving", "Whether the store is open: 1, or 0 while it is being opened.", value=bool(store))
         if store:
             yield from _status_metrics(store.status())
 

@@ -3,7 +3,7 @@
 One mechanism for TTL, capacity, eviction and delete. Which segment: one that is more than half dead, the deadest first, before
 anything live is lost; else the coldest, judged by the median last use of its live blocks. Of that one the blocks used more
 recently than most of the store are kept (a system prompt that everyone shares lies among its first writer's cold blocks), up to
-a quarter of it, so that reclaiming always gains; the rest is evicted.
+half of it, so that reclaiming always gains; the rest is evicted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _COMPACT_BELOW_LIVE_SHARE = 0.5
-_KEEP_SHARE_MAX = 0.25
+_KEEP_SHARE_MAX = 0.5
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _HIGH_WATERMARK = 0.98
 
@@ -194,11 +194,14 @@ class Reclaimer:
 
 
 def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:
-    """The live blocks used later than is typical for the store, latest first, up to a quarter of the segment's bytes."""
+    """The live blocks used later than is typical for the store, up to half of the segment's bytes.
+
+    Latest first, and of those used together the earlier slots, which are the beginnings of chains.
+    """
     segment = worth.segment
     uses = last_use_s(segment.uses[: segment.slot_count])
     keep = worth.live & (uses > typical_s)
-    order = np.flatnonzero(keep)[np.argsort(uses[keep], kind="stable")[::-1]]
+    order = np.flatnonzero(keep)[np.argsort(-uses[keep].astype(np.int64), kind="stable")]
     sizes = np.cumsum(segment.lengths[order].astype(np.int64))
     budget = _KEEP_SHARE_MAX * (segment.end_bytes - segment.layout.payload_offset)
     keep[order[sizes > budget]] = False

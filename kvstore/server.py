@@ -70,8 +70,8 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
     """Run a server until SIGTERM or SIGINT; a second signal cuts the drain short.
 
     Raises:
-        StartError: an address is taken or impossible, or the data directory cannot be used.
-        KvStoreError: the data directory is locked, damaged or of another format.
+        StartError: an address is taken or impossible.
+        KvStoreError: the data directory is locked, damaged, of another format, or cannot be used.
     """
     signals = _Signals()
     server = Server(config, clock)
@@ -127,11 +127,11 @@ class Server:
         await self._grpc.start()
         self._warn_if_remote()
         _log.info("opening the store", data_dir=str(config.data_dir), listen=listen, metrics=metrics)
-        self._door.store = await asyncio.to_thread(self._open_store)
+        store = self._door.store = await asyncio.to_thread(self._open_store)
         await self._say(health_pb2.HealthCheckResponse.SERVING)
         if config.port_file:
             await _write_port_file(Path(config.port_file), {"listen": listen, "metrics": metrics, "pid": os.getpid()})
-        _log.info("serving", listen=listen, metrics=metrics, store_id=self._door.store.store_id, version=version())
+        _log.info("serving", listen=listen, metrics=metrics, store_id=store.store_id, version=version())
 
     async def drain(self, drain_s: float) -> None:
         """Say NOT_SERVING, take no more calls, and give those that run `drain_s` seconds."""
@@ -170,15 +170,10 @@ class Server:
 
     def _open_store(self) -> LocalStore:
         config = self._config
-        data_dir = config.server.data_dir
-        try:
-            data_dir.mkdir(parents=True, exist_ok=True)
-            return LocalStore.open(data_dir, config.store, config.traffic_classes, self._clock)
-        except OSError as error:
-            where = error.filename or data_dir
-            raise StartError(
-                "DATA_DIR_UNUSABLE", f"cannot use data directory {data_dir}: {where}: {error.strerror}"
-            ) from error
+        progress = _Progress(self._clock)
+        return LocalStore.open(
+            config.server.data_dir, config.store, config.traffic_classes, self._clock, progress=progress
+        )
 
     def _warn_if_remote(self) -> None:
         config = self._config.server
@@ -209,6 +204,21 @@ class _Signals:
             self.stop_now.set()
         self.name = number.name
         self.stop.set()
+
+
+class _Progress:
+    """Logs how far recovery is, every few seconds."""
+
+    INTERVAL_S = 5
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next_s = clock.now_s() + self.INTERVAL_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._clock.now_s() >= self._next_s:
+            self._next_s = self._clock.now_s() + self.INTERVAL_S
+            _log.info("recovering", segments_done=done, segments=total)
 
 
 def _address_error(key: str, address: str, error: OSError) -> StartError:

@@ -156,7 +156,6 @@ class BlockStoreService:
     async def _get_blocks(self, request: pb.GetBlocksRequest, context: Context) -> None:
         store = self._store()
         namespace, chain = store.namespace(request.namespace), _chain(request.chain)
-        _check_range(chain, request.first_block, request.block_count)
 
         def frames() -> Generator[bytes, None, None]:
             # On a reading thread. A frame's parts are valid until the next is asked for: join them right here.
@@ -192,14 +191,12 @@ class BlockStoreService:
     async def _delete_blocks(self, request: pb.DeleteBlocksRequest, context: Context) -> pb.DeleteBlocksResponse:
         store = self._store()
         namespace, chain = store.namespace(request.namespace), _chain(request.chain)
-        _check_range(chain, request.first_block, request.block_count)
         call = partial(store.delete, namespace, chain, request.first_block, request.block_count)
         return pb.DeleteBlocksResponse(deleted_blocks=await self._pools.control.run(call, deadline_s(context)))
 
     async def _get_state(self, request: pb.GetStateRequest, context: Context) -> None:
         store = self._store()
         namespace = store.namespace(request.namespace)
-        _check_state_name(request.prefix_hash, request.name)
 
         def frames() -> Generator[bytes, None, None]:
             state = store.read_state(namespace, request.prefix_hash, request.name, request.traffic_class)
@@ -366,7 +363,6 @@ def _put_result_messages(results: list[PutResult]) -> list[types_pb2.PutResult]:
 def _spec(request: pb.RegisterNamespaceRequest) -> NamespaceSpec:
     try:
         spec = NamespaceSpec.from_proto(request.spec)
-        spec.validate()
     except NamespaceSpecError as error:
         raise InvalidArgumentError(f"namespace spec: {error}") from None
     if request.namespace and request.namespace != spec.digest():
@@ -385,6 +381,7 @@ def _chain(data: bytes) -> Chain:
 
 
 def _check_range(chain: Chain, first_block: int, block_count: int) -> None:
+    """For puts, whose range is needed before the store sees a block; in other calls the store checks."""
     if block_count < 1:
         raise InvalidArgumentError(f"block_count is {block_count}, it must be at least 1")
     if first_block + block_count > len(chain):
@@ -401,6 +398,7 @@ def _check_traffic_class(store: LocalStore, name: str) -> None:
 
 
 def _check_state_name(prefix_hash: bytes, name: str) -> None:
+    """For puts, before any byte is taken; in a get the store checks."""
     if len(prefix_hash) != HASH_BYTES:
         raise InvalidArgumentError(f"prefix_hash has {len(prefix_hash)} bytes, not {HASH_BYTES}")
     size = len(name.encode())

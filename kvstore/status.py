@@ -33,6 +33,7 @@ STATUS_CODES: dict[type[KvStoreError], grpc.StatusCode] = {
     errors.DataDirLockedError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.FormatVersionError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CorruptDataDirError: grpc.StatusCode.DATA_LOSS,
+    errors.ForeignSegmentError: grpc.StatusCode.DATA_LOSS,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     DeadlinePassedError: grpc.StatusCode.DEADLINE_EXCEEDED,
 }

@@ -391,15 +391,18 @@ class LocalStore:
         rejected: dict[int, PutResult] = {}
         entries: list[NewEntry] = []
         positions: list[int] = []
+        first = min((block.block for block in blocks), default=0)
+        last = max((block.block for block in blocks), default=-1)
+        keys = block_keys(namespace.namespace_id, chain.data, first, last + 1 - first)
         for position, block in enumerate(blocks):
             problem = _check_block(namespace, chain, block)
             if problem is not None:
                 rejected[position] = problem
                 continue
-            entries.append(self._new_entry(namespace, record, chain, block))
+            entries.append(self._new_entry(namespace, record, chain, block, keys[block.block - first]))
             positions.append(position)
         if entries:
-            self._touch_ancestors(namespace, chain, min(block.block for block in blocks), record)
+            self._touch_ancestors(namespace, chain, first, record)
         return self._submit(record, entries, lambda outcomes: _put_results(blocks, rejected, positions, outcomes))
 
     def _touch_ancestors(self, namespace: Namespace, chain: Chain, first_block: int, record: ClassRecord) -> None:
@@ -413,8 +416,9 @@ class LocalStore:
             return  # just touched, as it is when a put comes in several parts
         self._touch(self._live_run(namespace, chain.first(first_block).data, now_s), record.class_id, now_s)
 
-    def _new_entry(self, namespace: Namespace, record: ClassRecord, chain: Chain, block: PutBlock) -> NewEntry:
-        (key,) = block_keys(namespace.namespace_id, chain.data, block.block, 1)
+    def _new_entry(
+        self, namespace: Namespace, record: ClassRecord, chain: Chain, block: PutBlock, key: bytes
+    ) -> NewEntry:
         entry = fmt.Entry(
             namespace_id=namespace.namespace_id,
             kind=fmt.KIND_BLOCK,

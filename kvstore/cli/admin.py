@@ -114,10 +114,10 @@ def globals_first(args: Sequence[str]) -> list[str]:
     return moved + rest
 
 
-def main() -> None:
-    """Run the command line."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line, the process's own unless one is given, and exit."""
     try:
-        app(args=globals_first(sys.argv[1:]), prog_name="kvstore-admin")
+        app(args=globals_first(sys.argv[1:] if args is None else args), prog_name="kvstore-admin")
     except CommandError as error:
         print_error(error)
         sys.exit(error.exit_code)

@@ -33,7 +33,7 @@ class ClassUse:
 class Block:
     """A block and where it lies."""
 
-    namespace: bytes
+    namespace: bytes | None  # None once its namespace was dropped
     prefix_hash: bytes
     block: int  # position in its chain
     state: str  # live, expired, dead (evicted or deleted, not yet reclaimed) or dropped (its namespace is gone)
@@ -91,7 +91,7 @@ def show(
 
 def _block(info: admin_pb2.BlockInfo) -> Block:
     return Block(
-        namespace=info.namespace,
+        namespace=info.namespace or None,
         prefix_hash=info.prefix_hash,
         block=info.block,
         state=info.state,
@@ -113,7 +113,7 @@ def _facts(block: Block) -> Facts:
     return Facts(
         [
             ("prefix hash", block.prefix_hash.hex()),
-            ("namespace", block.namespace.hex()),
+            ("namespace", block.namespace.hex() if block.namespace else "-"),
             ("kind", "state object" if block.state_object else f"block {block.block} of its chain"),
             ("state", block.state),
             ("size", f"{block.size_bytes:,} bytes"),

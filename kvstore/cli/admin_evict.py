@@ -11,7 +11,14 @@ from kvstore_api.v1 import admin_pb2
 
 from kvstore.cli.admin_client import CHANGE_TIMEOUT_S, call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode, usage_error
-from kvstore.cli.admin_values import format_amount, format_duration, parse_duration, parse_hex_prefix, parse_share
+from kvstore.cli.admin_values import (
+    check_class_name,
+    format_amount,
+    format_duration,
+    parse_duration,
+    parse_hex_prefix,
+    parse_share,
+)
 from kvstore.cli.output import Result, Section, Sentence
 
 if TYPE_CHECKING:
@@ -110,12 +117,9 @@ def _selection(
         raise usage_error(
             "evict needs a condition", "give at least one of --namespace, --class, --older-than and --down-to"
         )
-    if traffic_class == "":
-        # On the wire an empty name means any class, which is not what somebody with an unset variable wanted.
-        raise usage_error("--class '' is no traffic class", "`kvstore-admin ttl list` shows the classes there are")
     return Selection(
         namespace=None if namespace is None else parse_hex_prefix(namespace, "--namespace"),
-        traffic_class=traffic_class,
+        traffic_class=None if traffic_class is None else check_class_name(traffic_class, "--class"),
         older_than_s=None if older_than is None else parse_duration(older_than, "--older-than"),
         down_to_share=None if down_to is None else parse_share(down_to, "--down-to"),
     )

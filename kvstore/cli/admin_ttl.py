@@ -10,7 +10,7 @@ from google.protobuf import duration_pb2
 from kvstore_api.v1 import admin_pb2, types_pb2
 
 from kvstore.cli.admin_client import call, session_of
-from kvstore.cli.admin_values import format_bytes, format_duration, parse_duration
+from kvstore.cli.admin_values import check_class_name, format_bytes, format_duration, parse_duration
 from kvstore.cli.output import Cell, Listing, Result, Section, Sentence
 
 if TYPE_CHECKING:
@@ -106,7 +106,8 @@ def set_ttl(
     RPC: Admin.SetTrafficClassTtl. Example: kvstore-admin ttl set chatbot 7d
     """
     request = admin_pb2.SetTrafficClassTtlRequest(
-        traffic_class=traffic_class, ttl=duration_pb2.Duration(seconds=parse_duration(ttl, "DURATION"))
+        traffic_class=check_class_name(traffic_class, "CLASS"),
+        ttl=duration_pb2.Duration(seconds=parse_duration(ttl, "DURATION")),
     )
     answer: admin_pb2.SetTrafficClassTtlResponse = call(session_of(ctx), "SetTrafficClassTtl", request)
     return TtlChange(_traffic_class(answer.before), _traffic_class(answer.after))

@@ -7,7 +7,7 @@ import re
 from kvstore.cli.admin_errors import usage_error
 
 _SECONDS_PER_UNIT = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", re.ASCII)
+_DURATION = re.compile(r"(?:(\d{1,12})d)?(?:(\d{1,12})h)?(?:(\d{1,12})m)?(?:(\d{1,12})s)?", re.ASCII)
 _DURATION_FIX = "write a whole number and a unit, s, m, h or d, e.g. 90s, 10m, 36h, 7d or 1d12h"
 # What google.protobuf.Duration can carry; the server's own limits are much tighter and it names them.
 _MAX_DURATION_S = 315_576_000_000
@@ -71,6 +71,17 @@ def parse_hex_prefix(text: str, name: str) -> str:
     if _HEX_PREFIX.fullmatch(digits) is None:
         raise usage_error(f"{name} {text!r} is no digest", "give 8 to 64 hexadecimal digits of it, from its beginning")
     return digits
+
+
+def check_class_name(text: str, name: str) -> str:
+    """`text` if it can be a traffic class; whether there is one is the server's to say.
+
+    On the wire an empty name means the default class, or any: not what somebody with an unset variable wanted.
+    Raises: CommandError: it is empty; says `name`.
+    """
+    if not text:
+        raise usage_error(f"{name} '' is no traffic class", "`kvstore-admin ttl list` shows the classes there are")
+    return text
 
 
 def check_address(text: str) -> str:

@@ -148,13 +148,17 @@ def _print_tables(sections: Iterable[Section]) -> None:
         # A name outside the terminal's character set must not keep the rest from being shown.
         sys.stdout.reconfigure(errors="backslashreplace")
     console = _console()
-    for position, section in enumerate(sections):
-        if position:
-            console.print()
-        if isinstance(section, Sentence):
-            console.print(printable(section.text), soft_wrap=True)
-        else:
-            console.print(_table(section, shorten=console.is_terminal))
+    with console.capture() as captured:
+        for position, section in enumerate(sections):
+            if position:
+                console.print()
+            if isinstance(section, Sentence):
+                console.print(printable(section.text), soft_wrap=True)
+            else:
+                console.print(_table(section, shorten=console.is_terminal))
+    # Tables are filled up to their full width, which nobody wants in a file.
+    for line in captured.get().splitlines():
+        print(line.rstrip())
 
 
 def _console() -> Console:
@@ -179,7 +183,7 @@ def _table(section: Facts | Listing, *, shorten: bool) -> Table:
         for name, value in section.pairs:
             table.add_row(name, _cell(value, shorten=False))
         return table
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for position, column in enumerate(section.columns):
         numbers = all(isinstance(row[position], int) for row in section.rows)
         table.add_column(column, justify="right" if numbers and section.rows else "left", overflow="fold")

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from kvstore.allocator import keep_freed_buffers
 from kvstore.clock import SystemClock
 from kvstore.config import Key, LoadedConfig, Setting, load_config
 from kvstore.errors import KvStoreError
@@ -136,6 +137,7 @@ def _load(path: Path | None, flags: list[Setting]) -> LoadedConfig:
 
 def _serve(loaded: LoadedConfig) -> None:
     configure_logs(loaded.config.log)
+    keep_freed_buffers()
     try:
         asyncio.run(serve(loaded.config, SystemClock()))
     except (KvStoreError, StartError) as error:

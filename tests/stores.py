@@ -1,0 +1,111 @@
+"""Small real stores for tests: tiny capacities, so that what is rare in production is common here."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kvstore_api.chain import Chain
+from kvstore_api.checksum import block_checksum
+from kvstore_api.namespace import NamespaceSpec
+from kvstore_client.hashing import prefix_hashes, prefix_seed
+
+from kvstore.clock import ManualClock
+from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
+from kvstore.store import LocalStore
+from kvstore.types import PutBlock, PutResult
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from kvstore.config import TrafficClassConfig
+    from kvstore.log.device import Device
+    from kvstore.types import Namespace
+
+BLOCK_BYTES = 512
+
+
+def open_store(
+    path: Path,
+    clock: ManualClock | None = None,
+    *,
+    capacity: int = 4 << 20,
+    device: Device | None = None,
+    traffic_classes: Mapping[str, TrafficClassConfig] = DEFAULT_TRAFFIC_CLASSES,
+    **config: object,
+) -> LocalStore:
+    return LocalStore.open(
+        path,
+        StoreConfig(capacity=capacity, **config),
+        traffic_classes,
+        clock or ManualClock(),
+        device=device,
+    )
+
+
+def spec(block_bytes: int = BLOCK_BYTES, **changes: object) -> NamespaceSpec:
+    fields: dict[str, object] = {
+        "model": "m",
+        "revision": "r1",
+        "engine": "test",
+        "layout": "flat-1",
+        "kv_dtype": "bfloat16",
+        "block_bytes": block_bytes,
+    }
+    return NamespaceSpec(**{**fields, **changes})
+
+
+def chain_of(namespace: Namespace, conversation: int, block_count: int, shared_blocks: int = 0) -> Chain:
+    """A conversation's chain; conversations share their first `shared_blocks` blocks."""
+    tokens = np.arange(block_count * 128)
+    tokens[shared_blocks * 128 :] += 1_000_000 * (conversation + 1)
+    return prefix_hashes(prefix_seed(namespace.digest), tokens)
+
+
+def payload(prefix_hash: bytes, size: int = BLOCK_BYTES) -> bytes:
+    """Bytes that belong to this hash and no other."""
+    return (prefix_hash * (size // 32 + 1))[:size]
+
+
+def put_block(chain: Chain, block: int, data: bytes | None = None) -> PutBlock:
+    data = payload(chain[block]) if data is None else data
+    return PutBlock(block, data, block_checksum(data, chain[block]))
+
+
+def put(
+    store: LocalStore, namespace: Namespace, chain: Chain, blocks: Sequence[int] | None = None, traffic_class: str = ""
+) -> list[PutResult]:
+    size = namespace.spec.block_bytes
+    wanted = range(len(chain)) if blocks is None else blocks
+    items = [put_block(chain, block, payload(chain[block], size)) for block in wanted]
+    return store.submit_put(namespace, chain, items, traffic_class).result(timeout=60)
+
+
+def get(
+    store: LocalStore, namespace: Namespace, chain: Chain, first: int = 0, count: int | None = None, lease: bytes = b""
+) -> tuple[dict[int, bytes], dict[int, str]]:
+    """Blocks found and misses, by position."""
+    size = namespace.spec.block_bytes
+    found: dict[int, bytearray] = {}
+    misses: dict[int, str] = {}
+    for frame in store.read(namespace, chain, first, len(chain) - first if count is None else count, lease):
+        data = b"".join(bytes(part) for part in frame.parts)
+        assert len(data) == frame.size_bytes
+        for index, block in enumerate(frame.blocks):
+            found.setdefault(block, bytearray())
+            found[block] += data if size > 1 << 20 else data[index * size : (index + 1) * size]
+        misses.update({miss.block: miss.reason for miss in frame.misses})
+    return {block: bytes(data) for block, data in found.items()}, misses
+
+
+def assert_whole(store: LocalStore, namespace: Namespace, chain: Chain) -> None:
+    """Every block of the chain is there and byte-equal."""
+    found, misses = get(store, namespace, chain)
+    assert misses == {}
+    assert found == {block: payload(chain[block], namespace.spec.block_bytes) for block in range(len(chain))}
+
+
+def du_bytes(path: Path) -> int:
+    return int(subprocess.run(["du", "-s", "-B1", path], capture_output=True, check=True).stdout.split()[0])

@@ -1,0 +1,322 @@
+"""Start after damage: lost or broken index, broken segments, a crash between any two steps of a put or a reclaim."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from faults import FaultyDevice
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
+
+from kvstore import store as store_module
+from kvstore.clock import ManualClock
+from kvstore.config import StoreConfig
+from kvstore.errors import (
+    ConfigError,
+    CorruptDataDirError,
+    DataDirLockedError,
+    ForeignSegmentError,
+    FormatVersionError,
+)
+from kvstore.index import BlockIndex
+from kvstore.log import format as fmt
+from kvstore.types import EvictSelection, PutStatus
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def filled(tmp_path, clock):
+    """A closed store with three conversations in one segment, its namespace and its chains."""
+    store = open_store(tmp_path, clock, capacity=16 << 20)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 40, shared_blocks=10) for conversation in range(3)]
+    for chain in chains:
+        put(store, namespace, chain)
+    store.close()
+    return tmp_path, namespace, chains
+
+
+def crash(store):
+    """What a dead process leaves: nothing closed in order, but the lock and the descriptors are gone."""
+    store._writer.close()
+    for segment in store._segments.all():
+        segment.state = fmt.STATE_OPEN
+    store._index._env.close()
+    store._segments.release()
+    store._data_dir.close()
+
+
+def reopen_and_check(path, clock, namespace, chains):
+    store = open_store(path, clock)
+    for chain in chains:
+        assert store.match(namespace, chain).hit_length_blocks == len(chain)
+        assert_whole(store, namespace, chain)
+    store.close()
+
+
+def test_a_clean_restart_finds_everything(filled, clock):
+    reopen_and_check(*filled[:1], clock, *filled[1:])
+
+
+def test_a_deleted_index_is_rebuilt(filled, clock, caplog):
+    path, namespace, chains = filled
+    shutil.rmtree(path / "index")
+    reopen_and_check(path, clock, namespace, chains)
+    assert any("rebuilding it from" in record.message for record in caplog.records)
+
+
+CUTS = [lambda data: b"", lambda data: data[: len(data) // 2], lambda data: data[:-1]]
+SCRIBBLES = [
+    lambda data: b"\0" * len(data),
+    lambda data: data[:4096] + b"\xff" * (len(data) - 4096),
+    lambda data: data[:9000] + bytes([data[9000] ^ 1]) + data[9001:],
+]
+
+
+@pytest.mark.parametrize("damage", [*CUTS, *SCRIBBLES])
+def test_an_index_damaged_after_a_clean_stop_is_rebuilt(filled, clock, damage):
+    path, namespace, chains = filled
+    data = path / "index" / "data.mdb"
+    data.write_bytes(damage(data.read_bytes()))
+    reopen_and_check(path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("damage", CUTS)
+def test_an_index_cut_short_after_a_crash_is_rebuilt_and_not_a_signal(filled, clock, damage):
+    path, namespace, chains = filled
+    (path / "index" / "data.mdb.xxh3").unlink()
+    data = path / "index" / "data.mdb"
+    data.write_bytes(damage(data.read_bytes()))
+    reopen_and_check(path, clock, namespace, chains)
+
+
+def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):
+    path, namespace, chains = filled
+    (path / "index" / "data.mdb.xxh3").unlink()
+    boot_id = path.parent / "boot_id"
+    boot_id.write_text("another boot")
+    monkeypatch.setattr("kvstore.index._BOOT_ID_FILE", boot_id)
+    index = BlockIndex(path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20)
+    assert not index.found.usable
+    assert "machine stopped" in index.found.why
+    index.close()
+    shutil.rmtree(path / "index")
+    reopen_and_check(path, clock, namespace, chains)
+
+
+def test_rows_without_an_index_entry_are_indexed_after_a_crash(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 6)
+    put(store, namespace, chain, range(3))
+    commit = store._index.commit
+    store._index.commit = lambda put, remove=(): 0  # dies after the rows, before the index commit
+    put(store, namespace, chain, range(3, 6))
+    store._index.commit = commit
+    crash(store)
+    reopen_and_check(tmp_path, clock, namespace, [chain])
+
+
+def test_payloads_without_rows_leave_nothing(tmp_path, clock):
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 6)
+    put(store, namespace, chain, range(3))
+    device.fail_write_after = 1  # payloads reach the disk, use rows and rows do not
+    put(store, namespace, chain, range(3, 6))
+    crash(store)
+    store = open_store(tmp_path, clock)
+    assert store.match(namespace, chain).hit_length_blocks == 3
+    assert store.status().used_bytes == du_bytes(tmp_path)
+    assert [result.status for result in put(store, namespace, chain)].count(PutStatus.STORED) == 3
+    assert_whole(store, namespace, chain)
+    store.close()
+
+
+def test_a_crash_while_a_segment_is_being_reclaimed(tmp_path, clock):
+    """At each step: moved but not committed, committed but not retired, retired but not unlinked."""
+    for step in ("commit", "retire", "reap"):
+        path = tmp_path / step
+        store = open_store(path, clock)
+        namespace = store.register_namespace(spec())
+        kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
+        put(store, namespace, kept)
+        put(store, namespace, dropped)
+        store._writer.call(lambda store=store: store._writer.seal(1)).result()
+        store.delete(namespace, dropped, 0, 30)
+        owner = store._index if step == "commit" else store._segments
+        original = getattr(owner, step)
+
+        def die(*_args, **_kwargs):
+            raise RuntimeError("died here")
+
+        setattr(owner, step, die)
+        with pytest.raises(RuntimeError):
+            store.tick()
+        setattr(owner, step, original)
+        segments = store._segments.all()
+        states = {segment.segment_id: segment.state for segment in segments}
+        crash(store)
+        for segment in segments:
+            # Only what was open stays open; the reclaimed segment was sealed.
+            segment.state = states[segment.segment_id]
+        reopened = open_store(path, clock)
+        assert reopened.match(namespace, kept).hit_length_blocks == 4, step
+        assert_whole(reopened, namespace, kept)
+        assert reopened.match(namespace, dropped).hit_length_blocks == 0, step
+        reopened.tick()
+        assert reopened.status().used_bytes == du_bytes(path)
+        reopened.close()
+
+
+@pytest.mark.parametrize("cut", [1, 100, 4096, 30_000])
+def test_a_segment_cut_short_loses_only_its_end(filled, clock, cut):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    data = segment.read_bytes()
+    segment.write_bytes(data[:-cut])
+    store = open_store(path, clock)
+    lost = 0
+    for chain in chains:
+        found, misses = get(store, namespace, chain)
+        assert all(content == payload(chain[block]) for block, content in found.items())
+        lost += len(misses)
+    # Payloads of 512 bytes stand on 4 KiB boundaries.
+    assert lost <= -(-cut // 4096) + 1
+    assert store.match(namespace, chains[0]).hit_length_blocks == 40
+    store.close()
+
+
+@pytest.mark.parametrize("keep", [0, 10, 4096, 8192, 20_000])
+def test_a_segment_cut_inside_its_tables_is_set_aside_and_the_server_starts(filled, clock, keep, caplog):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    segment.write_bytes(segment.read_bytes()[:keep])
+    store = open_store(path, clock)
+    assert store.match(namespace, chains[0]).hit_length_blocks == 0
+    assert get(store, namespace, chains[0])[0] == {}
+    assert any("set aside" in record.message for record in caplog.records)
+    assert (path / "segments" / f"{segment.name}.damaged").exists()
+    assert store.status().used_bytes == du_bytes(path)
+    put(store, namespace, chains[0])
+    assert_whole(store, namespace, chains[0])
+    store.close()
+    reopen_and_check(path, clock, namespace, chains[:1])
+
+
+def test_damaged_rows_are_skipped_by_a_rebuild(filled, clock):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    rows = open_store(path, clock)
+    offset = rows._segments.all()[0].layout.row_offset(5)
+    rows.close()
+    with segment.open("r+b") as file:
+        file.seek(offset + 50)
+        file.write(b"\xee")
+    shutil.rmtree(path / "index")
+    store = open_store(path, clock)
+    assert store.match(namespace, chains[0]).hit_length_blocks == 5
+    assert get(store, namespace, chains[0])[1] == {5: "NOT_FOUND"}
+    store.close()
+
+
+def test_live_segments_are_never_overwritten(filled, clock):
+    path, namespace, _chains = filled
+    (segment,) = (path / "segments").iterdir()
+    payloads = segment.read_bytes()[fmt.Layout(256).payload_offset :]
+    for round_number in range(3):
+        shutil.rmtree(path / "index")
+        store = open_store(path, clock)
+        put(store, namespace, chain_of(namespace, 10 + round_number, 4))
+        store.evict(EvictSelection(older_than_s=10**6), dry_run=False)
+        store.close()
+    assert segment.read_bytes()[fmt.Layout(256).payload_offset :] == payloads
+    assert len(list((path / "segments").iterdir())) == 4
+
+
+def test_segment_ids_are_never_used_twice(tmp_path, clock):
+    seen: list[str] = []
+    for _ in range(4):
+        store = open_store(tmp_path, clock)
+        namespace = store.register_namespace(spec())
+        put(store, namespace, chain_of(namespace, len(seen), 2))
+        seen += [path.name for path in (tmp_path / "segments").iterdir()]
+        store.evict(EvictSelection(older_than_s=0), dry_run=False)
+        store.tick()
+        store.tick()
+        store.close()
+        shutil.rmtree(tmp_path / "index")
+    assert len(seen) == len(set(seen)) == 4
+
+
+def test_a_second_store_on_the_directory_is_refused_and_told_who_has_it(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 4)
+    put(store, namespace, chain)
+    with pytest.raises(DataDirLockedError, match=f"process {os.getpid()}"):
+        open_store(tmp_path, clock)
+    assert_whole(store, namespace, chain)
+    store.close()
+
+
+def test_a_newer_format_is_refused_and_nothing_is_changed(filled, clock):
+    path, _, _ = filled
+    catalog = path / "catalog.json"
+    document = json.loads(catalog.read_text())
+    document["format_version"] = fmt.FORMAT_VERSION + 1
+    catalog.write_text(json.dumps(document))
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "LOCK"}
+    with pytest.raises(FormatVersionError, match=r"format version 2.*reads and writes 1"):
+        open_store(path, clock)
+    assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "LOCK"}
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"crc32": 1, "format_version": 1, "catalog": "{}"}', "[]"])
+def test_a_broken_catalog_is_refused_by_name(filled, clock, text):
+    path, _, _ = filled
+    (path / "catalog.json").write_text(text)
+    with pytest.raises(CorruptDataDirError, match=r"catalog\.json"):
+        open_store(path, clock)
+
+
+def test_segments_without_a_catalog_are_not_adopted(filled, clock):
+    path, _, _ = filled
+    (path / "catalog.json").unlink()
+    with pytest.raises(CorruptDataDirError, match="1 segment files"):
+        open_store(path, clock)
+
+
+def test_a_segment_of_another_store_is_refused_and_left_alone(filled, clock, tmp_path_factory):
+    path, _, _ = filled
+    other = tmp_path_factory.mktemp("other")
+    open_store(other, clock).close()
+    (segment,) = (path / "segments").iterdir()
+    foreign = other / "segments" / segment.name
+    foreign.write_bytes(segment.read_bytes())
+    before = foreign.read_bytes()
+    with pytest.raises(ForeignSegmentError, match="move it away"):
+        open_store(other, clock)
+    assert foreign.read_bytes() == before
+
+
+def test_a_directory_of_other_files_is_not_taken_over(tmp_path, clock):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        open_store(tmp_path, clock)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    file = tmp_path / "thesis.tex"
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_store(file, clock)
+
+
+def test_segments_are_a_share_of_a_small_capacity():
+    assert store_module.segment_size_bytes(StoreConfig(capacity=16 << 20)) == 1 << 20
+    assert store_module.segment_size_bytes(StoreConfig(capacity=10 << 30)) == 256 << 20
