@@ -139,7 +139,8 @@ class _StoreCollector:
         counters = store.counters.snapshot() if store else {}
         for name, text in STORE_COUNTERS.items():
             yield CounterMetricFamily(f"kvstore_{name}", text, value=counters.get(name, 0))
-        yield GaugeMetricFamily("kvstore_serving", "Whether the store is open: 1, or 0 while it is being opened.", value=bool(store))
+        text = "Whether the store is open: 1, or 0 while it is being opened."
+        yield GaugeMetricFamily("kvstore_serving", text, value=bool(store))
         if store:
             yield from _status_metrics(store.status())
 

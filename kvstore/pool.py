@@ -122,3 +122,11 @@ class Slot:
 
     def _release(self) -> None:
         self._pool.pending -= 1
+
+
+async def settled(future: Future[T]) -> T:
+    """Await what another thread is going to set, the writer's answer to a put.
+
+    A cancelled call does not cancel the future: its thread would fail to set it.
+    """
+    return await asyncio.shield(asyncio.wrap_future(future))

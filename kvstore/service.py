@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from kvstore.messages import (
     to_timestamp,
     traffic_class_message,
 )
-from kvstore.pool import StorePool
+from kvstore.pool import StorePool, settled
 from kvstore.rpc import Context, Handler, RpcEdge, deadline_s, parse
 from kvstore.types import PutResult, PutStatus
 
@@ -229,7 +228,7 @@ class BlockStoreService:
                 header.checksum,
                 header.traffic_class,
             )
-            result = await _settled(await slot.run(call))
+            result = await settled(await slot.run(call))
         self._metrics.count_rejected([result])
         return pb.PutStateResponse(result=put_result_message(result))
 
@@ -272,13 +271,8 @@ class _PutGroups:
         self._in_flight.append(await self._slot.run(partial(self._submit, group)))
 
     async def _collect(self) -> None:
-        for result in await _settled(self._in_flight.popleft()):
+        for result in await settled(self._in_flight.popleft()):
             self._results[result.block] = result
-
-
-async def _settled(future: Future[T]) -> T:
-    """Await the writer's answer. A cancelled call must not cancel the future: the writer is going to set it."""
-    return await asyncio.shield(asyncio.wrap_future(future))
 
 
 async def _send(open_frames: Callable[[], Generator[bytes, None, None]], slot: Slot, context: Context) -> None:

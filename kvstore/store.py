@@ -40,6 +40,7 @@ from kvstore.traffic import MAX_TTL_S, RefreshRule
 from kvstore.types import (
     BlockAddr,
     BlockInfo,
+    ClassId,
     EvictSelection,
     Match,
     Namespace,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig, TrafficClassConfig
     from kvstore.log.segment import Segment
     from kvstore.traffic import TrafficClass
-    from kvstore.types import ClassId, ReadFrame
+    from kvstore.types import ReadFrame
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +96,8 @@ class LocalStore:
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
         self._ttls = TtlTable(catalog.classes.values())
-        self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only
+        self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
+        self._reserve_segment_ids()  # now, so that no put waits for it
         self._live_ids = _namespace_ids(catalog)
         self._segments = SegmentSet(
             data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
@@ -403,6 +405,7 @@ class LocalStore:
             positions.append(position)
         if entries:
             self._touch_ancestors(namespace, chain, first, record)
+        self.counters.add(blocks_rejected=len(rejected))
         return self._submit(record, entries, lambda outcomes: _put_results(blocks, rejected, positions, outcomes))
 
     def _touch_ancestors(self, namespace: Namespace, chain: Chain, first_block: int, record: ClassRecord) -> None:
@@ -547,6 +550,7 @@ class LocalStore:
                 checksum=checksum,
             )
             entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, state_hash), entry, data))
+        self.counters.add(blocks_rejected=len(rejected))
         only = [PutBlock(0, data, checksum)]
         results = self._submit(
             record, entries, lambda outcomes: _put_results(only, rejected, [0][: len(entries)], outcomes)
@@ -661,15 +665,18 @@ class LocalStore:
     def _new_segment(self, class_id: int) -> Segment:
         """Make a segment under an id never used before; writer thread only."""
         if self._next_segment_id >= self._segment_ids_end:
-            with self._catalog_lock:
-                catalog, first = self._catalog.with_segment_run()
-                catalog.save(self._data_dir.path)
-                self._catalog = catalog
-            self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
+            self._reserve_segment_ids()
         segment_id = SegmentId(self._next_segment_id)
         self._next_segment_id += 1
         durable = self._config.durability == "sync"
-        return self._segments.create(segment_id, class_id, self._clock.now_s(), durable=durable)  # type: ignore[arg-type]
+        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s(), durable=durable)
+
+    def _reserve_segment_ids(self) -> None:
+        with self._catalog_lock:
+            catalog, first = self._catalog.with_segment_run()
+            catalog.save(self._data_dir.path)
+            self._catalog = catalog
+        self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
 
 
 def segment_size_bytes(config: StoreConfig) -> int:

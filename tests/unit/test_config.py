@@ -1,0 +1,321 @@
+"""The configuration is strict: whoever mistypes a key hears of it, and where the key stands."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from kvstore.config import (
+    DEFAULT_TRAFFIC_CLASSES,
+    LoadedConfig,
+    ServerConfig,
+    Setting,
+    StoreConfig,
+    environment_name,
+    known_keys,
+    load_config,
+)
+from kvstore.errors import ConfigError
+from kvstore.listen import parse_listen
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "deploy" / "kvstore.toml"
+
+
+def load(
+    tmp_path: Path, toml: str = "", environment: dict[str, str] | None = None, flags: tuple[Setting, ...] = ()
+) -> LoadedConfig:
+    path = tmp_path / "kvstore.toml"
+    path.write_text(toml)
+    return load_config(path, flags, environment or {})
+
+
+def refusal(
+    tmp_path: Path, toml: str = "", environment: dict[str, str] | None = None, flags: tuple[Setting, ...] = ()
+) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, toml, environment, flags)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def origin(loaded: LoadedConfig, name: str) -> str:
+    return next(setting.origin for setting in loaded.settings if setting.name == name)
+
+
+def keys_of(table: dict[str, object], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    keys = []
+    for name, value in table.items():
+        keys += keys_of(value, (*before, name)) if isinstance(value, dict) else [(*before, name)]
+    return keys
+
+
+def test_without_anything_the_defaults_hold():
+    loaded = load_config()
+    assert loaded.config == ServerConfig()
+    assert {setting.origin for setting in loaded.settings} == {"default"}
+    assert [setting.key for setting in loaded.settings] == known_keys()
+
+
+def test_later_layers_win_and_each_value_knows_its_origin(tmp_path):
+    toml = '[store]\ncapacity = "1GiB"\nlease_s = 5\n[server]\nlisten = "127.0.0.1:1"\n'
+    environment = {"KVSTORE_STORE__CAPACITY": "2GiB", "KVSTORE_SERVER__LISTEN": "127.0.0.1:2"}
+    flag = Setting(("store", "capacity"), "3GiB", "flag --capacity")
+    loaded = load(tmp_path, toml, environment, (flag,))
+    assert loaded.config.store.capacity == 3 << 30
+    assert loaded.config.server.listen == "127.0.0.1:2"
+    assert loaded.config.store.lease_s == 5
+    assert origin(loaded, "store.capacity") == "flag --capacity"
+    assert origin(loaded, "server.listen") == "environment KVSTORE_SERVER__LISTEN"
+    assert origin(loaded, "store.lease_s") == f"file {tmp_path}/kvstore.toml"
+    assert origin(loaded, "store.put_queue") == "default"
+
+
+@pytest.mark.parametrize(
+    ("toml", "unknown", "meant"),
+    [
+        ("[store]\ncapcity = 1", "store.capcity", "store.capacity"),
+        ("[stroe]\ncapacity = 1", "stroe.capacity", "store.capacity"),
+        ("capacity = 1", "capacity", "store.capacity"),
+        ("[server]\ncapacity = 1", "server.capacity", "store.capacity"),
+        ("[traffic_classes.agent]\nttl = 1", "traffic_classes.agent.ttl", "traffic_classes.agent.ttl_s"),
+        (
+            "[traffic_classes.mine]\nttl_s = 1\nrefersh = 1",
+            "traffic_classes.mine.refersh",
+            "traffic_classes.mine.refresh",
+        ),
+    ],
+)
+def test_an_unknown_key_in_the_file_is_refused_with_the_right_one(tmp_path, toml, unknown, meant):
+    assert refusal(tmp_path, toml) == f"unknown key {unknown} (file {tmp_path}/kvstore.toml), did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVSTORE_STORE__CAPCITY", "KVSTORE_STORE__CAPACITY"),
+        ("KVSTORE_CAPACITY", "KVSTORE_STORE__CAPACITY"),
+        ("KVSTORE_SERVER_LISTEN", "KVSTORE_SERVER__LISTEN"),
+    ],
+)
+def test_an_unknown_variable_is_refused_with_the_right_one(tmp_path, name, meant):
+    message = refusal(tmp_path, environment={name: "1", "PATH": "/bin", "KVSTORES": "no prefix"})
+    assert f"(environment {name}), did you mean {meant}?" in message
+
+
+def test_an_unknown_key_that_resembles_nothing_is_refused_all_the_same(tmp_path):
+    assert refusal(tmp_path, "[store]\nxyzzy = 1") == f"unknown key store.xyzzy (file {tmp_path}/kvstore.toml)"
+
+
+def test_every_unknown_key_is_named_at_once(tmp_path):
+    message = refusal(tmp_path, "[store]\ncapcity = 1\nleas_s = 2")
+    assert "store.capcity" in message
+    assert "store.leas_s" in message
+
+
+@pytest.mark.parametrize("toml", ["store = 5", "traffic_classes = 1", "[traffic_classes]\nagent = 60"])
+def test_a_value_where_a_table_belongs_is_refused(tmp_path, toml):
+    assert "is a table of keys, not a value" in refusal(tmp_path, toml)
+
+
+def test_an_empty_section_means_its_defaults(tmp_path):
+    assert load(tmp_path, "[store]\n[log]\n").config == ServerConfig()
+
+
+def test_a_class_without_ttl_is_refused(tmp_path):
+    assert refusal(tmp_path, "[traffic_classes.mine]").startswith("traffic_classes.mine.ttl_s is missing (file ")
+
+
+def test_bad_toml_names_file_and_line(tmp_path):
+    message = refusal(tmp_path, '[store]\ncapacity = "1GiB"\nlease_s = = 5\n')
+    assert message.startswith(f"{tmp_path}/kvstore.toml is no TOML: ")
+    assert "line 3" in message
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a = 1\na = 2"])
+def test_a_file_that_is_no_toml_is_refused(tmp_path, content):
+    path = tmp_path / "kvstore.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(f"{path} is no TOML")):
+        load_config(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml: No such file"):
+        load_config(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("toml", "start"),
+    [
+        ('[store]\ncapacity = "10XB"', "store.capacity is '10XB' (file "),
+        ("[store]\ncapacity = 5", "store.capacity is '5' (file "),
+        ('[store]\ndurability = "disk"', "store.durability is 'disk' (file "),
+        ("[store]\nlease_s = 0", "store.lease_s is '0' (file "),
+        ("[server]\nread_threads = 0", "server.read_threads is '0' (file "),
+        ('[server]\nlisten = "7420"', "server.listen is '7420' (file "),
+        ('[server]\nmetrics_listen = "unix:/x"', "server.metrics_listen is 'unix:/x' (file "),
+        ("[traffic_classes.agent]\nttl_s = 0", "traffic_classes.agent.ttl_s is '0' (file "),
+        ('[log]\nlevel = "loud"', "log.level is 'loud' (file "),
+    ],
+)
+def test_an_impossible_value_is_refused_with_key_value_and_origin(tmp_path, toml, start):
+    message = refusal(tmp_path, toml)
+    assert message.startswith(start)
+    assert "pydantic" not in message
+
+
+def test_an_impossible_value_in_the_environment_names_the_variable(tmp_path):
+    message = refusal(tmp_path, environment={"KVSTORE_STORE__CAPACITY": "much"})
+    assert message.startswith("store.capacity is 'much' (environment KVSTORE_STORE__CAPACITY): ")
+
+
+@pytest.mark.parametrize(
+    ("toml", "names"),
+    [
+        ("[store]\nlease_s = 70", ["store.lease_s is 70", "store.lease_max_s, which is 60"]),
+        ("[store]\nlease_max_s = 1", ["store.lease_s is 10", "store.lease_max_s, which is 1"]),
+        ("[server]\nread_threads = 65", ["server.read_threads is 65", "server.read_pending_max, which is 64"]),
+        ("[server]\nwrite_pending_max = 1", ["server.write_threads is 2", "server.write_pending_max, which is 1"]),
+        ('[server]\nmetrics_listen = "127.0.0.1:7420"', ["server.listen and server.metrics_listen are both"]),
+        (
+            '[server]\nlisten = "0.0.0.0:7420"',
+            ["server.listen is 0.0.0.0:7420", "--allow-remote", "server.allow_remote"],
+        ),
+        ('[server]\nmetrics_listen = "[::]:1"', ["server.metrics_listen is [::]:1", "--allow-remote"]),
+    ],
+)
+def test_a_contradiction_names_both_fields_and_the_origin(tmp_path, toml, names):
+    message = refusal(tmp_path, toml)
+    for name in names:
+        assert name in message
+    assert f"file {tmp_path}/kvstore.toml" in message
+
+
+def test_the_store_section_alone_refuses_a_contradiction():
+    with pytest.raises(ValidationError, match="lease_max_s"):
+        StoreConfig(lease_s=70)
+
+
+def test_operators_classes_are_added_to_the_defaults_and_may_change_them(tmp_path):
+    toml = '[traffic_classes.batch]\nttl_s = 60\nrefresh = "on_write"\n[traffic_classes.agent]\nttl_s = 5\n'
+    classes = load(tmp_path, toml, {"KVSTORE_TRAFFIC_CLASSES__HANDOFF__TTL_S": "7"}).config.traffic_classes
+    assert list(classes) == [*DEFAULT_TRAFFIC_CLASSES, "batch"]  # the first is the default class
+    assert (classes["batch"].ttl_s, classes["batch"].refresh) == (60, "on_write")
+    assert (classes["agent"].ttl_s, classes["agent"].refresh) == (5, "on_access")
+    assert classes["chatbot"] == DEFAULT_TRAFFIC_CLASSES["chatbot"]
+    assert classes["handoff"].ttl_s == 7
+
+
+@pytest.mark.parametrize("name", ["Batch", "1st", "a b", "a" * 33, "", "a.b"])
+def test_a_bad_class_name_is_refused(tmp_path, name):
+    assert f"bad class name {name!r}" in refusal(tmp_path, f'[traffic_classes."{name}"]\nttl_s = 60')
+
+
+def test_fifteen_classes_are_taken_and_sixteen_refused(tmp_path):
+    own = [f"[traffic_classes.own{number}]\nttl_s = 60\n" for number in range(13)]
+    assert len(load(tmp_path, "".join(own[:12])).config.traffic_classes) == 15
+    assert "16 classes" in refusal(tmp_path, "".join(own))
+    assert "the limit is 15" in refusal(tmp_path, "".join(own))
+
+
+def test_the_configuration_is_frozen():
+    config = ServerConfig()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.store.capacity = 1
+
+
+def test_the_example_file_holds_every_key_with_its_default():
+    table = tomllib.loads(EXAMPLE.read_text())
+    assert keys_of(table) == known_keys()
+    loaded = load_config(EXAMPLE)
+    assert loaded.config == ServerConfig()
+
+
+def test_every_key_of_the_example_file_has_a_comment():
+    lines = EXAMPLE.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"[a-z_]+ = ", line) and not line.startswith(("ttl_s", "refresh")):
+            assert lines[number - 1].startswith("# "), f"line {number + 1}: {line}"
+
+
+def test_every_field_says_what_it_is():
+    models: list[type[BaseModel]] = [ServerConfig]
+    for model in models:
+        for name, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+                models.append(field.annotation)
+                assert field.annotation.__doc__
+            else:
+                assert field.description, f"{model.__name__}.{name}"
+
+
+def test_the_page_on_configuration_has_every_key_with_its_default():
+    rows = re.findall(
+        r"^\| `([^`]+)` \| (?:`([^`]*)`|([^|`]*)) \|", (ROOT / "docs" / "configuration.md").read_text(), re.M
+    )
+    documented = {name: value for name, value, _ in rows}
+    settings = {setting.name: setting.text for setting in load_config().settings}
+    expected = {name: text for name, text in settings.items() if not name.startswith("traffic_classes.")}
+    expected |= {"traffic_classes.<name>.ttl_s": "", "traffic_classes.<name>.refresh": "on_access"}
+    assert documented == expected
+
+
+def test_the_error_shown_on_the_page_is_the_one_that_comes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("kvstore.toml").write_text("[store]\ncapcity = 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(Path("kvstore.toml"))
+    shown = f"error: {caught.value} [{caught.value.reason}]"
+    assert shown in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_unit_waits_longer_than_the_drain():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(ROOT / "deploy" / "kvstore-server.service")
+    assert int(unit["Service"]["TimeoutStopSec"]) > ServerConfig().server.drain_s
+    assert unit["Service"]["Restart"] == "on-failure"
+    assert unit["Service"]["User"] == unit["Service"]["StateDirectory"] == "kvstore"
+    assert f"/var/lib/{unit['Service']['StateDirectory']}" == str(ServerConfig().server.data_dir)
+
+
+def test_environment_names_are_read_back():
+    for key in known_keys():
+        name = environment_name(key)
+        assert name == name.upper()
+        assert tuple(name.removeprefix("KVSTORE_").lower().split("__")) == key
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("127.0.0.1:7420", True),
+        ("127.9.9.9:1", True),
+        ("[::1]:0", True),
+        ("localhost:7420", True),
+        ("unix:/run/kvstore/socket", True),
+        ("0.0.0.0:7420", False),
+        ("[::]:7420", False),
+        ("10.0.0.1:7420", False),
+        ("node7.example:7420", False),
+        ("localhost.example:7420", False),
+    ],
+)
+def test_addresses_are_read_and_known_as_local_or_not(text, local):
+    address = parse_listen(text)
+    assert str(address) == text
+    assert address.is_local is local
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7420", ":7420", "host:", "host:http", "host:65536", "::1:7420", "unix:", "unix:relative", "host:-1"]
+)
+def test_a_bad_address_is_refused_and_shown(text):
+    with pytest.raises(ValueError, match="address"):
+        parse_listen(text)

@@ -1,0 +1,82 @@
+"""What is installed with what, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "kvstore": ROOT / "kvstore",
+    "kvstore_api": ROOT / "client" / "kvstore_api",
+    "kvstore_client": ROOT / "client" / "kvstore_client",
+    "kvstore_engine": ROOT / "engine_adapter" / "kvstore_engine",
+    "kvstore_bench": ROOT / "bench" / "kvstore_bench",
+}
+ALLOWED = {
+    "kvstore_api": set(),
+    "kvstore_client": {"kvstore_api"},
+    "kvstore_engine": {"kvstore_api", "kvstore_client"},
+    "kvstore": {"kvstore_api"},
+    "kvstore_bench": {"kvstore_api", "kvstore_client", "kvstore_engine"},
+}
+
+
+def imported_packages(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_imports_point_one_way(package):
+    for path in SOURCES[package].rglob("*.py"):
+        ours = imported_packages(path) & SOURCES.keys() - {package}
+        assert ours <= ALLOWED[package], f"{path} imports {ours - ALLOWED[package]}"
+
+
+def test_the_store_knows_no_grpc_and_only_the_edge_is_async():
+    edge = {"service", "admin_service", "rpc", "pool", "server", "status", "metrics", "messages", "cli", "listen", "assembly"}
+    for path in SOURCES["kvstore"].rglob("*.py"):
+        if path.relative_to(SOURCES["kvstore"]).parts[0].removesuffix(".py") not in edge:
+            assert not imported_packages(path) & {"grpc", "asyncio", "kvstore_client"}, path
+
+
+def test_the_base_install_is_the_client_alone():
+    base = [line for line in metadata.requires("kvstore") or [] if "extra ==" not in line]
+    names = {line.split(">")[0].split("<")[0].split(";")[0].strip() for line in base}
+    assert names == {"grpcio", "protobuf", "googleapis-common-protos", "numpy", "xxhash"}
+
+
+def test_importing_the_client_loads_nothing_of_the_server_and_starts_nothing():
+    code = (
+        "import sys, threading, kvstore_client\n"
+        "heavy = {'lmdb', 'torch', 'pydantic', 'typer', 'prometheus_client', 'structlog', 'aiofiles', 'kvstore', 'asyncio.runners'}\n"
+        "assert not heavy & set(sys.modules) - {'asyncio.runners'}, heavy & set(sys.modules)\n"
+        "assert threading.active_count() == 1\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["kvstore-server", "kvstore-admin", "kvstore-bench"])
+def test_every_command_is_installed_and_tells_its_use(command):
+    path = Path(sys.executable).parent / command
+    done = subprocess.run([path, "--help"], capture_output=True, text=True, check=True, timeout=60)
+    assert "Usage" in done.stdout
+
+
+def test_every_dependency_is_explained():
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for line in metadata.requires("kvstore") or []:
+        name = line.split(">")[0].split("<")[0].split("=")[0].split(";")[0].split("[")[0].strip()
+        if name != "kvstore":
+            assert f"`{name}`" in page, f"{name} is not in docs/dependencies.md"
