@@ -60,7 +60,8 @@ ROW_DTYPE = np.dtype(
         ("class_id", "u1"),
         ("zero", "<u2"),
         ("position", "<u4"),
-        ("anchor", "V8"),
+        ("anchor", "V7"),
+        ("zero2", "u1"),
         ("prefix_hash", "V32"),
         ("offset_bytes", "<u8"),
         ("length_bytes", "<u4"),
@@ -69,7 +70,7 @@ ROW_DTYPE = np.dtype(
     ]
 )
 assert ROW_DTYPE.itemsize == ROW_BYTES
-ROW = struct.Struct("<IIQIIBBHI8s32sQIIQ")
+ROW = struct.Struct("<IIQIIBBHI7sx32sQIIQ")
 assert ROW.size == ROW_BYTES
 
 USE_BYTES = 64
@@ -78,7 +79,7 @@ FLAG_EVICTED = 1  # no longer offered; a lease given before may still read it
 FLAG_DELETED = 2  # deleted by a caller, or damaged: not readable even under a lease
 
 GROUP_BLOCKS = 32  # blocks of a chain that share an anchor, and so lie together in the index
-ANCHOR_BYTES = 8
+ANCHOR_BYTES = 7
 NO_ANCHOR = bytes(ANCHOR_BYTES)
 
 
@@ -156,7 +157,7 @@ class Entry:
     kind: int
     class_id: int
     position: int
-    anchor: bytes  # 8 bytes: of the prefix hash before the block's group; a state object's: of its prefix hash
+    anchor: bytes  # 7 bytes: of the prefix hash before the block's group; a state object's: of its prefix hash
     prefix_hash: bytes  # 32 bytes; for a state object the digest of prefix hash and name
     length_bytes: int
     create_time_s: int

@@ -224,5 +224,5 @@ def segment_name(segment_id: SegmentId) -> str:
 
 
 def row_capacity(segment_size_bytes: int) -> int:
-    """Rows of a segment: enough for payloads of one page each."""
+    """Rows of a segment: enough for payloads of one page each. Never more than an index entry's 20 bits can name."""
     return max(1, segment_size_bytes // fmt.ALIGNMENT_BYTES)

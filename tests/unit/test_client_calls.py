@@ -535,13 +535,14 @@ def test_interrupted_call_leaves_no_stream_behind(peer, namespace, call):
 
     def interrupt(_, context):
         context.add_callback(cancelled.set)
+        time.sleep(0.2)  # until the caller waits; in the instant of starting, only the deadline would end the stream
         _thread.interrupt_main()
         return iter([peer.stall()]) if method.startswith("Get") else peer.stall()
 
     peer.answers[method] = interrupt
     with pytest.raises(KeyboardInterrupt):
         make(namespace, budget_s=100)
-    assert cancelled.wait(60)
+    assert cancelled.wait(30)
     assert not peer.released.is_set()
     succeed(peer)
     assert make(namespace).failure is None
