@@ -153,6 +153,8 @@ class Segment:
         Raises: OSError: nothing of it counts, and the segment must not be appended to again.
         """
         first_slot, offset = self.slot_count, self.end_bytes
+        # A row too many would be written over the first payload.
+        assert first_slot + len(entries) <= self.header.row_capacity, "segment has no rows left"
         buffers: list[Buffer] = []
         rows = []
         for index, (entry, payload) in enumerate(entries):

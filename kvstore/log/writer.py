@@ -245,9 +245,8 @@ class LogWriter:
         while start < len(items):
             batch: list[_Pending] = []
             try:
-                segment = self._segment_with_room(class_id, items[start].new.entry.length_bytes)
-                batch = self._fitting(segment, items[start:])
-                self._write(segment, batch, now_s)
+                batch = self._batch_with_room(class_id, items[start:])
+                self._write(self._open[class_id], batch, now_s)
             except (OSError, KvStoreError) as error:
                 batch = batch or items[start:]
                 for item in batch:
@@ -256,14 +255,33 @@ class LogWriter:
                     self.seal(class_id)  # what a failed write left behind must stay the segment's end
             start += len(batch)
 
+    def _batch_with_room(self, class_id: int, items: list[_Pending]) -> list[_Pending]:
+        """The leading items that the class's open segment takes, with room for them under the cap.
+
+        Making room may move blocks into that very segment or seal it, so what fits is looked at again afterwards.
+        """
+        size_bytes = items[0].new.entry.length_bytes
+        batch = self._fitting(self._segment_with_room(class_id, size_bytes), items)
+        payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
+        table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
+        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES)
+        return self._fitting(self._segment_with_room(class_id, size_bytes), batch)
+
     def _segment_with_room(self, class_id: int, size_bytes: int) -> Segment:
+        segment = self._roomy(class_id, size_bytes)
+        if segment is None:
+            self._make_room(_NEW_SEGMENT_BYTES)
+            segment = self._roomy(class_id, size_bytes)  # making room may have opened one
+        if segment is None:
+            segment = self._open[class_id] = self._new_segment(class_id)
+        return segment
+
+    def _roomy(self, class_id: int, size_bytes: int) -> Segment | None:
+        """The class's open segment, if it takes that much more; a full one is sealed."""
         segment = self._open.get(class_id)
         if segment is not None and not segment.has_room(size_bytes, self._segments.segment_size_bytes):
             self.seal(class_id)
-            segment = None
-        if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES)
-            segment = self._open[class_id] = self._new_segment(class_id)
+            return None
         return segment
 
     def _fitting(self, segment: Segment, items: list[_Pending]) -> list[_Pending]:
@@ -277,9 +295,6 @@ class LogWriter:
         return items[:count]
 
     def _write(self, segment: Segment, batch: list[_Pending], now_s: int) -> None:
-        payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
-        table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-        self._make_room(payload_bytes + table_bytes)
         uses = np.zeros((len(batch), fmt.USE_COLUMNS), dtype="<u4")
         for row, item in enumerate(batch):
             uses[row, [job.traffic_class.class_id for job, _ in item.waiting]] = now_s
@@ -289,7 +304,7 @@ class LogWriter:
                 self._sync(segment, first_slot, len(batch))
         finally:
             self._segments.note_growth(segment)
-        self._counters.add(bytes_written=payload_bytes + len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES))
+        self._counters.add(bytes_written=sum(_written_bytes(item.new) for item in batch))
         for row, item in enumerate(batch):
             item.addr = BlockAddr(segment.segment_id, first_slot + row)
 
@@ -345,9 +360,8 @@ class LogWriter:
         """
         addrs: list[BlockAddr] = []
         for new, use in zip(entries, uses, strict=True):
-            segment = self._open.get(class_id)
-            if segment is None or not segment.has_room(new.entry.length_bytes, self._segments.segment_size_bytes):
-                self.seal(class_id)
+            segment = self._roomy(class_id, new.entry.length_bytes)
+            if segment is None:
                 segment = self._open[class_id] = self._new_segment(class_id)
             try:
                 slot = segment.append([(new.entry, new.payload)], use.reshape(1, -1))
@@ -357,7 +371,7 @@ class LogWriter:
             finally:
                 self._segments.note_growth(segment)
             addrs.append(BlockAddr(segment.segment_id, slot))
-            self._counters.add(bytes_written=fmt.align(new.entry.length_bytes) + fmt.ROW_BYTES + fmt.USE_BYTES)
+            self._counters.add(bytes_written=_written_bytes(new))
         for segment_id in {addr.segment_id for addr in addrs} if self._durable else ():
             moved_to = self._segments.get(segment_id)
             if moved_to is not None:
@@ -367,6 +381,10 @@ class LogWriter:
 
 # A new file's header page, and the first page of each table.
 _NEW_SEGMENT_BYTES = 4 * fmt.ALIGNMENT_BYTES
+
+
+def _written_bytes(new: NewEntry) -> int:
+    return fmt.align(new.entry.length_bytes) + fmt.ROW_BYTES + fmt.USE_BYTES
 
 
 def storage_error(error: Exception) -> KvStoreError:
