@@ -28,7 +28,7 @@ from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -152,11 +152,11 @@ class BlockIndex:
         return sum(path.stat().st_blocks * 512 for path in self._directory.iterdir())
 
     def leading_run(self, namespace_id: int, chain: bytes) -> NDArray[np.void]:
-        """Addresses (ADDR_DTYPE) of the blocks present from the start of the chain without a gap."""
+        """Addresses (ADDR_DTYPE) of the blocks present from the start of the chain without a gap. Raises: StorageError."""
         total = len(chain) // HASH_BYTES
         values: list[bytes] = []
         start, size = 0, _FIRST_BATCH_BLOCKS
-        with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+        with _typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
             while start < total:
                 keys = block_keys(namespace_id, chain, start, min(size, total - start))
                 found = cursor.getmulti(keys)
@@ -173,8 +173,8 @@ class BlockIndex:
         return addrs
 
     def lookup(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
-        """The addresses of those keys that are there."""
-        with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+        """The addresses of those keys that are there. Raises: StorageError."""
+        with _typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
             return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
 
     def commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]] = ()) -> int:
@@ -244,6 +244,14 @@ def row_key(row: np.void) -> bytes:
 def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
     """The index key of a state object."""
     return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
+
+
+@contextlib.contextmanager
+def _typed_errors() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        raise StorageError(f"index: {error}") from error
 
 
 def _pack(addr: BlockAddr) -> bytes:

@@ -65,14 +65,14 @@ class Reclaimer:
         capacity_bytes: int,
         small_files_bytes: Callable[[], int],
         live: Callable[[Segment], NDArray[np.bool_]],
+        expired: Callable[[Segment], NDArray[np.bool_]],
     ) -> None:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
         self._capacity_bytes = capacity_bytes
         self._small_files_bytes = small_files_bytes
-        self._live = live
+        self._live, self._expired = live, expired
         # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
         self._headroom_bytes = segments.segment_size_bytes // 2 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
-        self._last_pass_s = 0.0
 
     def used_bytes(self) -> int:
         """Allocated bytes of the whole directory, as `du` counts."""
@@ -188,9 +188,9 @@ class Reclaimer:
         return dict(zip(slots, addrs, strict=True))
 
     def _count_losses(self, segment: Segment, dropped: NDArray[np.intp], live: NDArray[np.bool_]) -> None:
-        flagged = segment.uses[dropped, 0] != 0  # counted when they were flagged
-        evicted = int(live[dropped].sum())
-        self._counters.add(blocks_evicted=evicted, blocks_expired=int((~flagged).sum()) - evicted)
+        # The others were counted when they were flagged, or their namespace dropped.
+        expired = self._expired(segment)
+        self._counters.add(blocks_evicted=int(live[dropped].sum()), blocks_expired=int(expired[dropped].sum()))
 
 
 def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:

@@ -23,6 +23,7 @@ from kvstore.errors import (
     NamespaceAmbiguousError,
     NamespaceNotFoundError,
     OverloadedError,
+    StoreFullError,
     UnknownTrafficClassError,
 )
 from kvstore.expiry import TtlTable, last_use_s
@@ -115,6 +116,7 @@ class LocalStore:
             capacity_bytes=config.capacity,
             small_files_bytes=data_dir.small_files_bytes,
             live=self._live_mask,
+            expired=self._expired_mask,
         )
         self._writer = LogWriter(
             self._segments,
@@ -129,6 +131,7 @@ class LocalStore:
             queue_max_bytes=config.put_queue,
         )
         self._writer.start()
+        self._shrink()
 
     @classmethod
     def open(
@@ -160,6 +163,13 @@ class LocalStore:
         except BaseException:
             directory.close()
             raise
+
+    def _shrink(self) -> None:
+        """Get below a cap that is smaller than at the last start."""
+        try:
+            self._writer.call(lambda: self._reclaimer.make_room(0, self._writer)).result()
+        except StoreFullError as error:
+            _log.warning("the data directory is over its cap: %s", error)
 
     def close(self) -> None:
         """Finish queued puts, seal, sync, give the directory back. Idempotent."""
@@ -351,7 +361,15 @@ class LocalStore:
         places = self._leased(namespace, lease, first_block, block_count, now_s)
         addrs, present = places or self._look_up(namespace, chain, first_block, block_count, now_s)
         return self._reader.frames(
-            ReadRequest(namespace.namespace_id, namespace.spec.block_bytes, chain.data, first_block, addrs, present)
+            ReadRequest(
+                namespace_id=namespace.namespace_id,
+                block_bytes=namespace.spec.block_bytes,
+                chain=chain.data,
+                first_block=first_block,
+                segment_ids=addrs["segment_id"].tolist(),
+                slots=addrs["slot"].tolist(),
+                present=present.tolist(),
+            )
         )
 
     def _leased(
@@ -658,6 +676,14 @@ class LocalStore:
         live = self._ttls.live(segment.uses[: len(namespace_ids)], self._clock.now_s())
         live &= np.isin(namespace_ids, self._live_ids)
         return live
+
+    def _expired_mask(self, segment: Segment) -> NDArray[np.bool_]:
+        """Which slots no flag and no drop has ended, but time."""
+        live = self._live_mask(segment)
+        kept: NDArray[np.bool_] = segment.uses[: len(live), 0] == 0
+        kept &= np.isin(segment.namespace_ids[: len(live)], self._live_ids)
+        kept &= ~live
+        return kept
 
     def _is_live(self, addr: BlockAddr) -> bool:
         return bool(self._live_addrs(_as_array([addr]), self._clock.now_s())[0])

@@ -13,7 +13,7 @@ from kvstore.log import format as fmt
 from kvstore.types import Miss, ReadFrame
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -26,14 +26,15 @@ _SCRAP = memoryview(bytearray(fmt.ALIGNMENT_BYTES))  # padding between payloads 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Blocks to read, in order: `addrs` (ADDR_DTYPE) and `present` have one item per block of [first_block, …)."""
+    """Blocks to read, in order: places and whether there is one, an item per block of [first_block, …)."""
 
     namespace_id: int
     block_bytes: int
     chain: bytes
     first_block: int
-    addrs: NDArray[np.void]
-    present: NDArray[np.bool_]
+    segment_ids: Sequence[int]
+    slots: Sequence[int]
+    present: Sequence[bool]
 
     def prefix_hash(self, index: int) -> bytes:
         """The hash of the index-th block asked for."""
@@ -64,9 +65,9 @@ class BlockReader:
             yield from self._large_blocks(request)
             return
         step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
-        buffer = memoryview(bytearray(min(step, len(request.addrs)) * request.block_bytes))
-        for first in range(0, len(request.addrs), step):
-            checksums, misses = self._read(request, range(first, min(first + step, len(request.addrs))), buffer)
+        buffer = memoryview(bytearray(min(step, len(request.slots)) * request.block_bytes))
+        for first in range(0, len(request.slots), step):
+            checksums, misses = self._read(request, range(first, min(first + step, len(request.slots))), buffer)
             size = request.block_bytes
             parts = [buffer[(index - first) * size : (index - first + 1) * size] for index in checksums]
             if len(misses) == 0:
@@ -82,7 +83,7 @@ class BlockReader:
 
     def _large_blocks(self, request: ReadRequest) -> Iterator[ReadFrame]:
         buffer = memoryview(bytearray(request.block_bytes))
-        for index in range(len(request.addrs)):
+        for index in range(len(request.slots)):
             checksums, misses = self._read(request, range(index, index + 1), buffer)
             block = request.first_block + index
             if misses:
@@ -115,7 +116,7 @@ class BlockReader:
         for index in indices:
             if not request.present[index]:
                 continue
-            segment_id, slot = int(request.addrs[index]["segment_id"]), int(request.addrs[index]["slot"])
+            segment_id, slot = request.segment_ids[index], request.slots[index]
             if (
                 run is not None
                 and run.index + run.count == index

@@ -7,6 +7,7 @@ about value, and a lost update costs at most a little recency; flags only ever g
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,7 @@ class Segment:
         ).reshape(header.row_capacity, fmt.USE_COLUMNS)
         # Last, so that a constructor that fails leaves closing to its caller.
         self._closer = weakref.finalize(self, device.close, descriptor)
+        self._flag_lock = threading.Lock()  # so that two threads' bits do not overwrite each other
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
@@ -179,7 +181,8 @@ class Segment:
 
     def flag(self, slots: NDArray[np.integer], flags: int) -> None:
         """Set flag bits; they are never cleared."""
-        self._uses[slots, 0] |= np.uint32(flags)
+        with self._flag_lock:
+            self._uses[slots, 0] |= np.uint32(flags)
 
     def touch(self, slots: NDArray[np.integer], class_id: int, now_s: int) -> None:
         """Note a use of the slots by a class."""

@@ -98,7 +98,7 @@ class SegmentSet:
         """
         freed, kept = 0, []
         for segment in self._retiring:
-            if segment.lease_until_s > now_s or not self._unlink(segment):
+            if segment.lease_until_s >= now_s or not self._unlink(segment):
                 kept.append(segment)
                 continue
             with self._lock:

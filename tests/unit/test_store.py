@@ -348,6 +348,21 @@ def test_files_go_only_after_the_last_lease(store, namespace, clock, tmp_path):
     assert set(get(store, namespace, chain, lease=match.lease)[1].values()) == {"NOT_FOUND"}
 
 
+def test_a_retired_file_waits_for_the_last_lease_to_the_second(store, namespace, clock):
+    chain = chain_of(namespace, 1, 4)
+    put(store, namespace, chain)
+    match = store.match(namespace, chain, lease_s=30)
+    (segment,) = store._segments.all()
+    store._segments.retire(segment)  # as after a crash in the middle of a reclaim
+    clock.advance(30)
+    store.tick()
+    assert segment.path.exists()
+    assert get(store, namespace, chain, lease=match.lease)[1] == {}
+    clock.advance(1)
+    store.tick()
+    assert not segment.path.exists()
+
+
 def test_deleted_blocks_are_gone_even_under_a_lease(store, namespace):
     chain = chain_of(namespace, 1, 4)
     put(store, namespace, chain)
@@ -524,6 +539,36 @@ def test_the_directory_never_grows_over_its_cap(tmp_path, clock):
     assert counters["blocks_stored"] - counters["blocks_evicted"] == store.status().live.blocks
     assert_whole(store, namespace, hot)
     store.close()
+
+
+def test_a_smaller_cap_is_kept_from_the_start(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=8 << 20)
+    namespace = store.register_namespace(spec(4096))
+    for conversation in range(15):
+        put(store, namespace, chain_of(namespace, conversation, 100))
+        clock.advance(1)
+    store.close()
+    assert du_bytes(tmp_path) > 4 << 20
+    store = open_store(tmp_path, clock, capacity=4 << 20)
+    assert du_bytes(tmp_path) <= 4 << 20
+    assert store.match(namespace, chain_of(namespace, 14, 100), peek=True).hit_length_blocks == 100
+    store.close()
+
+
+def test_each_lost_block_is_counted_once_under_its_cause(store, clock):
+    one, two = store.register_namespace(spec()), store.register_namespace(spec(revision="r2"))
+    put(store, one, chain_of(one, 1, 10), traffic_class="handoff")
+    put(store, one, chain_of(one, 2, 20), traffic_class="agent")
+    put(store, two, chain_of(two, 3, 40), traffic_class="agent")
+    store.delete(one, chain_of(one, 2, 20), 0, 3)
+    store.evict(EvictSelection(namespace=one, traffic_class="agent"), dry_run=False)
+    store.drop_namespace(two, dry_run=False)
+    clock.advance(601)
+    store.tick()
+    store.tick()
+    counters = store.counters.snapshot()
+    assert (counters["blocks_expired"], counters["blocks_evicted"], counters["blocks_deleted"]) == (10, 17, 43)
+    assert store.status().segment_count == 0
 
 
 def test_a_full_store_rejects_and_says_so_and_keeps_serving(tmp_path, clock):
