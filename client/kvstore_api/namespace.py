@@ -16,6 +16,7 @@ NamespaceDigest = NewType("NamespaceDigest", bytes)  # 32 bytes: SHA-256 of the 
 _DIGEST_DOMAIN = b"kvstore/namespace/1"
 _MAX_TEXT_BYTES = 4096
 _MAX_ITEMS = 4096
+_MAX_U32 = 2**32 - 1
 
 
 class NamespaceSpecError(ValueError):
@@ -88,18 +89,14 @@ class NamespaceSpec:
             raise NamespaceSpecError(
                 f"block_tokens is {self.block_tokens}, this store's blocks hold {BLOCK_TOKENS} tokens; regroup the engine's pages"
             )
-        if not MIN_BLOCK_BYTES <= self.block_bytes <= MAX_BLOCK_BYTES:
-            raise NamespaceSpecError(
-                f"block_bytes is {self.block_bytes}, allowed are {MIN_BLOCK_BYTES} to {MAX_BLOCK_BYTES}"
-            )
+        _check_number("block_bytes", self.block_bytes, MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
         _check_parallel(self.parallel)
         _check_groups(self.groups)
         if len(self.labels) > _MAX_ITEMS:
             raise NamespaceSpecError(f"labels has {len(self.labels)} entries, at most {_MAX_ITEMS} are allowed")
         for key, value in self.labels.items():
             _check_text("labels: key", key)
-            if len(value.encode()) > _MAX_TEXT_BYTES:
-                raise NamespaceSpecError(f"label {key!r} is longer than {_MAX_TEXT_BYTES} bytes")
+            _check_text(f"label {key!r}", value, may_be_empty=True)
 
     def digest(self) -> NamespaceDigest:
         """SHA-256 over every field, tagged and length-prefixed: 32 bytes that name the namespace."""
@@ -202,11 +199,22 @@ def _encode_group(group: KvGroup) -> bytes:
     )
 
 
-def _check_text(name: str, value: str) -> None:
-    if not value:
+def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    if not isinstance(value, str):
+        raise NamespaceSpecError(f"{name} is {value!r}, wanted is text")
+    if not value and not may_be_empty:
         raise NamespaceSpecError(f"{name} is empty; it is part of what makes bytes interchangeable and must be given")
-    if len(value.encode()) > _MAX_TEXT_BYTES:
-        raise NamespaceSpecError(f"{name} is longer than {_MAX_TEXT_BYTES} bytes")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise NamespaceSpecError(f"{name} is no valid Unicode text: {error}") from None
+    if size > _MAX_TEXT_BYTES:
+        raise NamespaceSpecError(f"{name} has {size} bytes, at most {_MAX_TEXT_BYTES} are allowed")
+
+
+def _check_number(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise NamespaceSpecError(f"{name} is {value!r}, allowed are {low} to {high}")
 
 
 def _check_parallel(parallel: tuple[ParallelDimension, ...]) -> None:
@@ -215,7 +223,9 @@ def _check_parallel(parallel: tuple[ParallelDimension, ...]) -> None:
         raise NamespaceSpecError(f"parallel: a dimension is given twice in {names}")
     for dimension in parallel:
         _check_text("parallel: name", dimension.name)
-        if not 0 <= dimension.rank < dimension.size:
+        _check_number(f"parallel: {dimension.name}: size", dimension.size, 1, _MAX_U32)
+        _check_number(f"parallel: {dimension.name}: rank", dimension.rank, 0, _MAX_U32)
+        if dimension.rank >= dimension.size:
             raise NamespaceSpecError(f"parallel: {dimension.name} has rank {dimension.rank} of {dimension.size}")
 
 
@@ -235,6 +245,10 @@ def _check_groups(groups: tuple[KvGroup, ...]) -> None:
 def _check_group(group: KvGroup) -> None:
     _check_text("groups: name", group.name)
     where = f"groups: {group.name!r}"
+    for layer in group.layers:
+        _check_number(f"{where}: layer", layer, 0, _MAX_U32)
+    _check_number(f"{where}: window_tokens", group.window_tokens, 0, _MAX_U32)
+    _check_number(f"{where}: replay_tokens", group.replay_tokens, 0, _MAX_U32)
     if len(group.layers) > _MAX_ITEMS or list(group.layers) != sorted(set(group.layers)):
         raise NamespaceSpecError(f"{where}: layers must be ascending, without repetition, and at most {_MAX_ITEMS}")
     if group.kind is KvGroupKind.SLIDING_WINDOW:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import logging
 import math
+import os
 import socket
 import struct
 import threading
@@ -546,6 +547,28 @@ def test_interrupted_call_leaves_no_stream_behind(peer, namespace, call):
     assert not peer.released.is_set()
     succeed(peer)
     assert make(namespace).failure is None
+
+
+def test_calls_that_end_early_leave_no_threads_and_files_behind(peer, namespace):
+    def endless(_, context):
+        while context.is_active():
+            yield frame(CHAIN, {0: BLOCKS[0]})
+
+    peer.answers["GetBlocks"] = endless  # a bad reply from the second frame on
+    peer.answers["PutBlocks"] = lambda _, context: refuse(context, grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
+
+    def give_up() -> None:
+        assert namespace.get(CHAIN, bytearray(4 * SIZE)).failure.reason == "BAD_REPLY"
+        assert namespace.put(CHAIN, bytes(4 * SIZE)).failure.reason == "OVERLOADED"
+
+    for _ in range(30):
+        give_up()
+    files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(200):
+        give_up()
+    assert len(os.listdir("/proc/self/fd")) <= files
+    while threading.active_count() > threads:  # those of the last puts are just ending
+        time.sleep(0.01)
 
 
 def test_outage_is_one_line_and_its_end_another(caplog):

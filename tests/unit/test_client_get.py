@@ -6,7 +6,7 @@ import random
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_api.checksum import block_checksum
 from kvstore_api.v1 import block_store_pb2 as pb
@@ -296,6 +296,7 @@ PIECES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(pieces=st.lists(PIECES, max_size=12), failed=st.booleans())
 def test_whatever_frames_come_an_ok_block_has_the_bytes_of_its_checksum(pieces, failed):
     """12-byte blocks; positions, lengths, offsets and bytes of the frames are at random, the checksums are the writer's."""

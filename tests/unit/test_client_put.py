@@ -120,6 +120,11 @@ REPLIES = {
         ["STORED", "STORE_FULL", "STORED"],
     ),
     "rejected without a reason": ([result(2, REJECTED), result(3), result(4)], ["REJECTED", "STORED", "STORED"]),
+    "rejected as OK": ([result(2, REJECTED, reason="OK"), result(3), result(4)], ["REJECTED", "STORED", "STORED"]),
+    "rejected without a stable name": (
+        [result(2, REJECTED, reason="it was full"), result(3), result(4)],
+        ["REJECTED", "STORED", "STORED"],
+    ),
     "stored with a reason": ([result(2, reason="WHY"), result(3), result(4)], ["STORED", "STORED", "STORED"]),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvstore_api.framing import FrameError, join_frame, split_frame
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES, MAX_MESSAGE_BYTES
@@ -21,6 +21,7 @@ FRAMES = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("kind", MESSAGES)
+@settings(deadline=None)
 @given(fields=FRAMES, parts=st.lists(st.binary(max_size=300), max_size=4))
 def test_joined_frame_is_what_protobuf_writes_and_splits_back(kind, fields, parts):
     data = b"".join(parts)
@@ -31,6 +32,7 @@ def test_joined_frame_is_what_protobuf_writes_and_splits_back(kind, fields, part
     assert found == data
 
 
+@settings(deadline=None)
 @given(
     fields=FRAMES, data=st.binary(max_size=300), misses=st.lists(st.tuples(st.integers(0, 9), st.text()), max_size=3)
 )
@@ -44,6 +46,7 @@ def test_frame_with_nested_messages_splits(fields, data, misses):
     assert found == data
 
 
+@settings(deadline=None)
 @given(message=st.binary(max_size=120))
 @example(b"\x7a\x05abc")
 @example(b"\x7a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
@@ -63,6 +66,7 @@ def test_any_bytes_split_as_protobuf_parses_them_or_are_refused(message):
     assert pb.GetBlocksResponse.FromString(rest) == parsed
 
 
+@settings(deadline=None)
 @given(data=st.binary(min_size=1, max_size=300), cut=st.integers(1, 300))
 def test_frame_cut_short_is_refused_and_never_padded(data, cut):
     frame = join_frame(pb.GetBlocksResponse(), [data], len(data))

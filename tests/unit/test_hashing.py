@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceSpec, ParallelDimension, ReplayMode
 from kvstore_client.hashing import TokenIdError, prefix_hashes, prefix_seed
@@ -144,6 +144,7 @@ def test_golden_file_agrees_with_the_reference():
         assert reference_chain(*arguments).hex() == "".join(vector["chain"])
 
 
+@settings(deadline=None)
 @given(
     namespace=st.binary(min_size=32, max_size=32),
     salt=st.binary(max_size=5000),
@@ -163,6 +164,7 @@ def test_live_hashes_agree_with_the_reference(namespace, salt, adapter, token_id
 SHORT_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(
     texts=st.lists(SHORT_TEXT, min_size=6, max_size=6),
     block_bytes=st.integers(1, 64 << 20),
@@ -216,6 +218,7 @@ def test_any_change_of_one_token_id_changes_its_hash_and_all_after_it():
     assert len(seen) == len(set(seen.values()))
 
 
+@settings(deadline=None)
 @given(
     token_ids=st.lists(st.sampled_from(EDGE_IDS), min_size=4, max_size=12),
     position=st.integers(0, 11),
@@ -295,6 +298,7 @@ def test_salt_and_adapter_are_kept_apart():
     )
 
 
+@settings(deadline=None)
 @given(st.tuples(st.binary(max_size=4), st.binary(max_size=4)), st.tuples(st.binary(max_size=4), st.binary(max_size=4)))
 def test_two_seeds_are_equal_only_for_equal_salts_and_adapters(one, other):
     first = prefix_seed(NAMESPACE, salt=one[0], adapter=one[1])

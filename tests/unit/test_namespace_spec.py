@@ -124,7 +124,7 @@ def test_wire_form_brings_back_the_same_spec():
 
 
 @pytest.mark.parametrize("name", ["tenant", "model", "revision", "engine", "layout", "kv_dtype"])
-@pytest.mark.parametrize(("value", "message"), [("", "is empty"), ("x" * 4097, "longer than 4096 bytes")])
+@pytest.mark.parametrize(("value", "message"), [("", "is empty"), ("x" * 4097, "at most 4096")])
 def test_missing_or_endless_text_is_refused_by_name(name, value, message):
     with pytest.raises(NamespaceSpecError, match=f"{name} {message}|{name} is {message}"):
         replace(SPEC, **{name: value}).validate()
@@ -151,8 +151,8 @@ def test_other_block_length_is_refused_with_both_numbers(block_tokens):
     ("parallel", "message"),
     [
         ((ParallelDimension("tp", 2, 2),), "tp has rank 2 of 2"),
-        ((ParallelDimension("tp", -1, 2),), "tp has rank -1 of 2"),
-        ((ParallelDimension("tp", 0, 0),), "tp has rank 0 of 0"),
+        ((ParallelDimension("tp", -1, 2),), "tp: rank is -1"),
+        ((ParallelDimension("tp", 0, 0),), "tp: size is 0"),
         ((ParallelDimension("", 0, 2),), "name is empty"),
         ((ParallelDimension("tp", 0, 2), ParallelDimension("tp", 1, 2)), "given twice"),
     ],
@@ -185,7 +185,7 @@ def test_contradictory_group_is_refused_by_name(groups, message):
 def test_label_without_key_and_endless_label_are_refused():
     with pytest.raises(NamespaceSpecError, match="key is empty"):
         replace(SPEC, labels={"": "x"}).validate()
-    with pytest.raises(NamespaceSpecError, match="label 'x' is longer"):
+    with pytest.raises(NamespaceSpecError, match="label 'x' has 4097 bytes, at most 4096"):
         replace(SPEC, labels={"x": "y" * 4097}).validate()
 
 
@@ -202,3 +202,23 @@ def test_wire_form_with_an_unknown_kind_or_rule_is_refused_by_group(field, value
     setattr(message.groups[0], field, value)
     with pytest.raises(NamespaceSpecError, match="'full'"):
         NamespaceSpec.from_proto(message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "\ud800"}, "model"),
+        ({"tenant": None}, "tenant"),
+        ({"kv_dtype": b"bf16"}, "kv_dtype"),
+        ({"block_bytes": 114688.0}, "block_bytes"),
+        ({"block_bytes": "114688"}, "block_bytes"),
+        ({"block_bytes": True}, "block_bytes"),
+        ({"labels": {"a": 1}}, "'a'"),
+        ({"parallel": (ParallelDimension("tp", 0, 2**32),)}, "tp: size"),
+        ({"groups": (KvGroup("full", KvGroupKind.FULL, (-1,)),)}, "layer"),
+        ({"groups": (KvGroup("w", KvGroupKind.SLIDING_WINDOW, (1,), 2**32, ReplayMode.EXACT),)}, "window_tokens"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(changes, named):
+    with pytest.raises(NamespaceSpecError, match=named):
+        replace(SPEC, **changes).validate()
