@@ -124,9 +124,9 @@ def test_wire_form_brings_back_the_same_spec():
 
 
 @pytest.mark.parametrize("name", ["tenant", "model", "revision", "engine", "layout", "kv_dtype"])
-@pytest.mark.parametrize(("value", "message"), [("", "is empty"), ("x" * 4097, "at most 4096")])
+@pytest.mark.parametrize(("value", "message"), [("", "is empty"), ("x" * 4097, "has 4097 bytes, at most 4096")])
 def test_missing_or_endless_text_is_refused_by_name(name, value, message):
-    with pytest.raises(NamespaceSpecError, match=f"{name} {message}|{name} is {message}"):
+    with pytest.raises(NamespaceSpecError, match=f"{name} {message}"):
         replace(SPEC, **{name: value}).validate()
 
 
