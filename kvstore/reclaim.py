@@ -39,6 +39,7 @@ _COMPACT_BELOW_LIVE_SHARE = 0.5
 _KEEP_SHARE_MAX = 0.5
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _HIGH_WATERMARK = 0.98
+_TICKS_PER_SWEEP = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,13 @@ class _Worth:
 
     segment: Segment
     live: NDArray[np.bool_]
-    live_bytes: int
+    live_bytes: int  # with padding
     live_share: float
-    median_use_s: float
+
+    def median_use_s(self) -> float:
+        """When the typical live block was used last; 0 if none is alive."""
+        uses = last_use_s(self.segment.uses[: self.segment.slot_count][self.live])
+        return float(np.median(uses)) if len(uses) else 0.0
 
 
 class Reclaimer:
@@ -71,6 +76,7 @@ class Reclaimer:
         self._capacity_bytes = capacity_bytes
         self._small_files_bytes = small_files_bytes
         self._live, self._expired = live, expired
+        self._ticks = 0
         # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
         self._headroom_bytes = segments.segment_size_bytes // 2 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
 
@@ -92,18 +98,23 @@ class Reclaimer:
                 )
 
     def tick(self, writer: LogWriter) -> None:
-        """Once a second: finish what waited for leases, give back dead space, keep ahead of the cap."""
-        now_s = self._clock.now_s()
-        self._counters.add(bytes_reclaimed=self._segments.reap(now_s))
+        """Once a second: finish what waited for leases, keep ahead of the cap, and now and then look for dead space."""
+        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
+        if self.used_bytes() > _HIGH_WATERMARK * (self._capacity_bytes - self._headroom_bytes):
+            self._reclaim_one(writer)
+        self._ticks += 1
+        if self._ticks % _TICKS_PER_SWEEP == 0:
+            self.sweep(writer)
+
+    def sweep(self, writer: LogWriter) -> None:
+        """Give back dead space. Walks all use tables, so it is not for every tick."""
         worths = self._candidates(writer)
         dead = [worth for worth in worths if worth.live_share < _COMPACT_BELOW_LIVE_SHARE]
         for worth in sorted(dead, key=lambda worth: worth.live_share):
-            # Whatever is wholly dead goes at once; of the others one a tick, because moving blocks costs writes.
+            # Whatever is wholly dead goes at once; of the others one a sweep, because moving blocks costs writes.
             self._reclaim(worth, worth.live, writer)
             if worth.live_bytes:
                 break
-        if self.used_bytes() > _HIGH_WATERMARK * (self._capacity_bytes - self._headroom_bytes):
-            self._reclaim_one(writer)
 
     def _reclaim_one(self, writer: LogWriter) -> bool:
         """Reclaim the segment that costs least; False if there is none."""
@@ -114,9 +125,9 @@ class Reclaimer:
         if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE:
             self._reclaim(deadest, deadest.live, writer)
             return True
-        typical_s = float(np.median([worth.median_use_s for worth in worths]))
-        coldest = min(worths, key=lambda worth: worth.median_use_s)
-        self._reclaim(coldest, _worth_keeping(coldest, typical_s), writer)
+        uses_s = [worth.median_use_s() for worth in worths]
+        coldest = worths[int(np.argmin(uses_s))]
+        self._reclaim(coldest, _worth_keeping(coldest, float(np.median(uses_s))), writer)
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Worth]:
@@ -128,10 +139,9 @@ class Reclaimer:
                 self._seal_if_dead(segment, writer)
                 continue
             live = self._live(segment)
-            live_bytes = int(segment.lengths[live].sum())
+            live_bytes = int(_taken_bytes(segment.lengths[: len(live)][live]).sum())
             share = live_bytes / max(1, segment.end_bytes - segment.layout.payload_offset)
-            uses = last_use_s(segment.uses[: segment.slot_count][live])
-            worths.append(_Worth(segment, live, live_bytes, share, float(np.median(uses)) if len(uses) else 0.0))
+            worths.append(_Worth(segment, live, live_bytes, share))
         return worths
 
     def _seal_if_dead(self, segment: Segment, writer: LogWriter) -> None:
@@ -202,10 +212,16 @@ def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:
     uses = last_use_s(segment.uses[: segment.slot_count])
     keep = worth.live & (uses > typical_s)
     order = np.flatnonzero(keep)[np.argsort(-uses[keep].astype(np.int64), kind="stable")]
-    sizes = np.cumsum(segment.lengths[order].astype(np.int64))
+    sizes = np.cumsum(_taken_bytes(segment.lengths[order]))
     budget = _KEEP_SHARE_MAX * (segment.end_bytes - segment.layout.payload_offset)
     keep[order[sizes > budget]] = False
     return keep
+
+
+def _taken_bytes(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """What payloads of these lengths take in the file: whole pages."""
+    pages: NDArray[np.int64] = -(-lengths.astype(np.int64) // fmt.ALIGNMENT_BYTES)
+    return pages * fmt.ALIGNMENT_BYTES
 
 
 def _entry(row: np.void) -> fmt.Entry:

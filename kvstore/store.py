@@ -233,6 +233,7 @@ class LocalStore:
         if not dry_run:
             self._change_catalog(lambda catalog: catalog.without_namespace(namespace))
             self.counters.add(blocks_deleted=usage.blocks)
+            self.sweep()
         return usage
 
     def traffic_classes(self) -> list[TrafficClass]:
@@ -244,6 +245,8 @@ class LocalStore:
 
         Raises: UnknownTrafficClassError, InvalidArgumentError.
         """
+        if not traffic_class:
+            raise UnknownTrafficClassError("the class to change is not named")
         before = self._class(traffic_class).traffic_class
         if not 1 <= ttl_s <= MAX_TTL_S:
             raise InvalidArgumentError(f"ttl is {ttl_s} s, allowed are 1 to {MAX_TTL_S} s")
@@ -611,6 +614,7 @@ class LocalStore:
                 if self._config.durability == "sync" and len(slots):
                     segment.sync()
             self.counters.add(blocks_evicted=blocks)
+            self.sweep()
         return Usage(blocks, size)
 
     def _select(self, selection: EvictSelection) -> list[tuple[Segment, NDArray[np.intp]]]:
@@ -664,9 +668,10 @@ class LocalStore:
         )
         return sorted(found, key=lambda block: (block.prefix_hash, block.addr.segment_id))[:limit]
 
-    def tick(self) -> None:
-        """Do the once-a-second housekeeping now, and wait for it."""
+    def sweep(self) -> None:
+        """Give back dead space now instead of within seconds, and wait for it."""
         self._writer.call(lambda: self._reclaimer.tick(self._writer)).result()
+        self._writer.call(lambda: self._reclaimer.sweep(self._writer)).result()
 
     # For the parts below
 

@@ -10,7 +10,7 @@ import typer
 
 from kvstore.cli import admin_block, admin_namespace, admin_ttl
 from kvstore.cli.admin_client import Session
-from kvstore.cli.admin_errors import CommandError
+from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_evict import evict
 from kvstore.cli.admin_status import status
 from kvstore.cli.admin_values import check_address, parse_duration
@@ -121,6 +121,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except CommandError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        self.store.tick()
+        self.store.sweep()
 
     @rule(lose_index=st.booleans())
     def restart(self, lose_index: bool) -> None:

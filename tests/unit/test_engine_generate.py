@@ -325,7 +325,7 @@ def test_end_of_sequence_token_ends_a_request_unless_ignored():
 @pytest.mark.parametrize(
     ("prompt", "new_tokens", "message"),
     [
-        ([], 1, "empty"),
+        ([], 1, "the prompt is empty"),
         ([1, 211], 1, "outside"),
         ([-1], 1, "outside"),
         ([1] * 2000, 49, "2049 prompt and new tokens exceed the model's 2048"),

@@ -159,7 +159,7 @@ def test_a_crash_while_a_segment_is_being_reclaimed(tmp_path, clock):
 
         setattr(owner, step, die)
         with pytest.raises(RuntimeError):
-            store.tick()
+            store.sweep()
         setattr(owner, step, original)
         segments = store._segments.all()
         states = {segment.segment_id: segment.state for segment in segments}
@@ -171,7 +171,7 @@ def test_a_crash_while_a_segment_is_being_reclaimed(tmp_path, clock):
         assert reopened.match(namespace, kept).hit_length_blocks == 4, step
         assert_whole(reopened, namespace, kept)
         assert reopened.match(namespace, dropped).hit_length_blocks == 0, step
-        reopened.tick()
+        reopened.sweep()
         assert reopened.status().used_bytes == du_bytes(path)
         reopened.close()
 
@@ -249,8 +249,8 @@ def test_segment_ids_are_never_used_twice(tmp_path, clock):
         put(store, namespace, chain_of(namespace, len(seen), 2))
         seen += [path.name for path in (tmp_path / "segments").iterdir()]
         store.evict(EvictSelection(older_than_s=0), dry_run=False)
-        store.tick()
-        store.tick()
+        store.sweep()
+        store.sweep()
         store.close()
         shutil.rmtree(tmp_path / "index")
     assert len(seen) == len(set(seen)) == 4

@@ -294,6 +294,8 @@ def test_a_changed_ttl_acts_on_resident_blocks_and_survives_a_restart(tmp_path, 
     for bad in (0, -5, 10**12):
         with pytest.raises(InvalidArgumentError):
             store.set_ttl("agent", bad)
+    with pytest.raises(UnknownTrafficClassError):
+        store.set_ttl("", 60)
     store.close()
     # What the configuration newly says wins over what an operator said before.
     changed = {**DEFAULT_TRAFFIC_CLASSES, "agent": TrafficClassConfig(ttl_s=7200)}
@@ -326,7 +328,7 @@ def test_a_lease_outlives_expiry_and_eviction_but_not_its_deadline(store, namesp
     match = store.match(namespace, chain, "handoff", lease_s=20, peek=True)
     clock.advance(10)
     assert store.match(namespace, chain, peek=True).hit_length_blocks == 0
-    store.tick()
+    store.sweep()
     assert get(store, namespace, chain, lease=match.lease)[1] == {}
     clock.advance(11)
     assert get(store, namespace, chain, lease=match.lease)[0] == {}
@@ -337,13 +339,13 @@ def test_files_go_only_after_the_last_lease(store, namespace, clock, tmp_path):
     put(store, namespace, chain)
     match = store.match(namespace, chain, lease_s=30)
     store.evict(EvictSelection(namespace=namespace), dry_run=False)
-    store.tick()
+    store.sweep()
     clock.advance(1)
-    store.tick()
+    store.sweep()
     assert get(store, namespace, chain, lease=match.lease)[1] == {}
     clock.advance(30)
-    store.tick()
-    store.tick()
+    store.sweep()
+    store.sweep()
     assert list((tmp_path / "data" / "segments").iterdir()) == []
     assert set(get(store, namespace, chain, lease=match.lease)[1].values()) == {"NOT_FOUND"}
 
@@ -355,11 +357,11 @@ def test_a_retired_file_waits_for_the_last_lease_to_the_second(store, namespace,
     (segment,) = store._segments.all()
     store._segments.retire(segment)  # as after a crash in the middle of a reclaim
     clock.advance(30)
-    store.tick()
+    store.sweep()
     assert segment.path.exists()
     assert get(store, namespace, chain, lease=match.lease)[1] == {}
     clock.advance(1)
-    store.tick()
+    store.sweep()
     assert not segment.path.exists()
 
 
@@ -397,8 +399,8 @@ def test_matches_that_nobody_reads_hold_nothing(store, namespace, clock):
         store.match(namespace, chain)
     clock.advance(61)
     store.evict(EvictSelection(older_than_s=0), dry_run=False)
-    store.tick()
-    store.tick()
+    store.sweep()
+    store.sweep()
     assert store.status().segment_count == 0
 
 
@@ -412,7 +414,7 @@ def test_deleted_then_put_again_is_there_and_stays_after_reclaim_and_restart(tmp
     put(store, namespace, chain)
     store.delete(namespace, chain, 0, 4)
     put(store, namespace, chain)
-    store.tick()
+    store.sweep()
     assert_whole(store, namespace, chain)
     store.close()
     store = open_store(tmp_path, clock)
@@ -564,8 +566,8 @@ def test_each_lost_block_is_counted_once_under_its_cause(store, clock):
     store.evict(EvictSelection(namespace=one, traffic_class="agent"), dry_run=False)
     store.drop_namespace(two, dry_run=False)
     clock.advance(601)
-    store.tick()
-    store.tick()
+    store.sweep()
+    store.sweep()
     counters = store.counters.snapshot()
     assert (counters["blocks_expired"], counters["blocks_evicted"], counters["blocks_deleted"]) == (10, 17, 43)
     assert store.status().segment_count == 0
@@ -605,6 +607,16 @@ def test_dead_space_is_given_back_before_live_blocks_are_lost(tmp_path, clock):
     assert store.counters.snapshot()["blocks_evicted"] == 0
     assert all(store.match(namespace, chain).hit_length_blocks == 1 for chain in chains)
     store.close()
+
+
+def test_full_segments_of_small_blocks_are_left_in_peace(store, namespace):
+    """Blocks smaller than a page fill a segment with padding, which is no dead space that moving them would give back."""
+    put(store, namespace, chain_of(namespace, 1, 100))
+    before = store.counters.snapshot()["bytes_written"]
+    for _ in range(3):
+        store.sweep()
+    assert store.counters.snapshot()["bytes_written"] == before
+    assert store.counters.snapshot()["segments_reclaimed"] == 0
 
 
 def test_one_file_that_cannot_be_removed_does_not_stop_the_others(tmp_path, clock, caplog):

