@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 SERVICE_NAME = "kvstore.v1.Admin"
+
+# Serialized namespaces in one answer: far from the 4 MiB that a message may have, and still hundreds of usual ones.
+PAGE_BYTES_MAX = 1 << 20
+
+_PAGE_TOKEN = re.compile(r"[1-9][0-9]{0,9}")
+_NAMESPACE_ID_MAX = 2**32 - 1
 
 
 class AdminService:
@@ -92,9 +99,8 @@ class AdminService:
             durability=status.durability,
         )
 
-    async def _list_namespaces(self, _: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
-        pairs = await self._run(self._store().namespaces, context)
-        return pb.ListNamespacesResponse(namespaces=[namespace_message(*pair) for pair in pairs])
+    async def _list_namespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
+        return await self._run(partial(_namespace_page, self._store(), _last_namespace(request.page_token)), context)
 
     async def _get_namespace(self, request: pb.GetNamespaceRequest, context: Context) -> pb.GetNamespaceResponse:
         namespace, usage = await self._run(partial(_find, self._store(), request.namespace_hex), context)
@@ -133,6 +139,32 @@ class AdminService:
     async def _find_blocks(self, request: pb.FindBlocksRequest, context: Context) -> pb.FindBlocksResponse:
         infos = await self._run(partial(self._store().find_blocks, request.prefix_hash_hex), context)
         return pb.FindBlocksResponse(blocks=[block_info_message(info) for info in infos])
+
+
+def _last_namespace(page_token: str) -> int:
+    """The id of the last namespace sent before; 0 at the beginning."""
+    if not page_token:
+        return 0
+    if _PAGE_TOKEN.fullmatch(page_token) and int(page_token) <= _NAMESPACE_ID_MAX:
+        return int(page_token)
+    raise InvalidArgumentError(f"page_token is {page_token[:64]!r}, which no answer of this call has given")
+
+
+def _namespace_page(store: LocalStore, last_id: int) -> pb.ListNamespacesResponse:
+    """Namespaces after `last_id`, as many as fit in a page; ids only rise, so those dropped meanwhile are no trouble."""
+    page = pb.ListNamespacesResponse()
+    page_bytes = 0
+    for namespace, usage in store.namespaces():
+        if namespace.namespace_id <= last_id:
+            continue
+        message = namespace_message(namespace, usage)
+        page_bytes += message.ByteSize()
+        if page.namespaces and page_bytes > PAGE_BYTES_MAX:
+            page.next_page_token = str(last_id)
+            break
+        page.namespaces.append(message)
+        last_id = namespace.namespace_id
+    return page
 
 
 def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage]:

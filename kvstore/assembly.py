@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.types import PutBlock
+from kvstore.types import PutBlock, PutResult, PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ class BlockAssembler:
 
     Args:
         first_block, block_count: the range the put's header announced.
-        block_bytes: the namespace's block size. Blocks that declare another size are assembled all the same: rejecting
-            them, one by one, is the store's business.
+        block_bytes: the namespace's block size. A block that declares another size is checked like any other, but none of
+            its bytes are kept: it comes out as its rejection.
     """
 
     def __init__(self, first_block: int, block_count: int, block_bytes: int) -> None:
@@ -31,8 +31,8 @@ class BlockAssembler:
         self._next_block = first_block  # the lowest that may still come
         self._partial: _PartialBlock | None = None
 
-    def add(self, frame: block_store_pb2.PutBlocksRequest, data: memoryview) -> Iterator[PutBlock]:
-        """The blocks that are complete with this frame; whole ones are views into it.
+    def add(self, frame: block_store_pb2.PutBlocksRequest, data: memoryview) -> Iterator[PutBlock | PutResult]:
+        """The blocks that are complete with this frame, or their rejections; whole blocks are views into it.
 
         Raises: InvalidArgumentError: the frame is broken; blocks of earlier frames stand. Nothing is yielded before the
             whole frame was checked.
@@ -45,7 +45,7 @@ class BlockAssembler:
                 f"frame with blocks {_span(frame.blocks)} has {len(data)} bytes, its {len(sizes)} blocks add up to {sum(sizes)}"
             )
         self._next_block = frame.blocks[-1] + 1
-        return _whole_blocks(frame.blocks, frame.checksums, sizes, data)
+        return self._whole_blocks(frame.blocks, frame.checksums, sizes, data)
 
     def finish(self) -> None:
         """Raises: InvalidArgumentError: the last block came in part only."""
@@ -86,47 +86,68 @@ class BlockAssembler:
 
     def _add_part(
         self, frame: block_store_pb2.PutBlocksRequest, size_bytes: int, data: memoryview
-    ) -> Iterator[PutBlock]:
+    ) -> Iterator[PutBlock | PutResult]:
         if len(frame.blocks) != 1:
             raise InvalidArgumentError(f"frame with a part of a block names {len(frame.blocks)} blocks")
         block, checksum = frame.blocks[0], frame.checksums[0]
-        partial = self._partial or _PartialBlock(block, checksum, size_bytes)
+        partial = self._partial or _PartialBlock(block, checksum, size_bytes, keep=size_bytes == self._block_bytes)
         partial.add(block, checksum, size_bytes, frame.offset_bytes, data)
-        if partial.missing_bytes:
+        if partial.arrived_bytes < size_bytes:
             self._partial = partial
             return iter(())
         self._partial, self._next_block = None, block + 1
-        return iter((PutBlock(block, partial.buffer, checksum),))
+        return iter((self._arrived(block, partial.buffer, checksum, size_bytes),))
+
+    def _whole_blocks(
+        self, blocks: Sequence[int], checksums: Sequence[int], sizes: Sequence[int], data: memoryview
+    ) -> Iterator[PutBlock | PutResult]:
+        start = 0
+        for block, checksum, size in zip(blocks, checksums, sizes, strict=True):
+            yield self._arrived(block, data[start : start + size], checksum, size)
+            start += size
+
+    def _arrived(
+        self, block: int, data: memoryview | bytearray, checksum: int, size_bytes: int
+    ) -> PutBlock | PutResult:
+        if size_bytes == self._block_bytes:
+            return PutBlock(block, data, checksum)
+        detail = f"block {block} has {size_bytes} bytes, the namespace's blocks have {self._block_bytes}"
+        return PutResult(block, PutStatus.REJECTED, "WRONG_SIZE", detail)
 
 
 class _PartialBlock:
-    """A block larger than a frame, as far as it has arrived."""
+    """A block larger than a frame, as far as it has arrived.
 
-    def __init__(self, block: int, checksum: int, size_bytes: int) -> None:
+    Args:
+        keep: whether its bytes are wanted; else they are only counted. The buffer grows with what arrives: a size that was
+            only announced costs nothing.
+    """
+
+    def __init__(self, block: int, checksum: int, size_bytes: int, *, keep: bool) -> None:
         self.block = block
-        self.buffer = bytearray(size_bytes)
+        self.buffer = bytearray()
+        self.arrived_bytes = 0
         self._checksum = checksum
-        self._arrived_bytes = 0
-
-    @property
-    def missing_bytes(self) -> int:
-        return len(self.buffer) - self._arrived_bytes
+        self._size_bytes = size_bytes
+        self._keep = keep
 
     def __str__(self) -> str:
-        return f"block {self.block}, of which {self._arrived_bytes} of {len(self.buffer)} bytes have come"
+        return f"block {self.block}, of which {self.arrived_bytes} of {self._size_bytes} bytes have come"
 
     def add(self, block: int, checksum: int, size_bytes: int, offset_bytes: int, data: memoryview) -> None:
-        if (block, checksum, size_bytes) != (self.block, self._checksum, len(self.buffer)):
+        if (block, checksum, size_bytes) != (self.block, self._checksum, self._size_bytes):
             raise InvalidArgumentError(
                 f"frame with block {block} ({size_bytes} bytes, checksum {checksum:#018x}) comes inside {self} "
                 f"(checksum {self._checksum:#018x})"
             )
-        append_part(self.buffer, self._arrived_bytes, offset_bytes, data, str(self))
-        self._arrived_bytes += len(data)
+        check_part(self.arrived_bytes, size_bytes, offset_bytes, data, str(self))
+        self.arrived_bytes += len(data)
+        if self._keep:
+            self.buffer += data
 
 
-def append_part(buffer: bytearray, arrived_bytes: int, offset_bytes: int, data: memoryview, what: str) -> None:
-    """Copy a frame's bytes to where they belong, which must be right behind those that came before.
+def check_part(arrived_bytes: int, size_bytes: int, offset_bytes: int, data: memoryview, what: str) -> None:
+    """Make sure that a frame's bytes belong right behind the `arrived_bytes` that came before.
 
     Raises: InvalidArgumentError: they leave a gap, overlap, are none or are too many; names `what` and the numbers.
     """
@@ -137,18 +158,8 @@ def append_part(buffer: bytearray, arrived_bytes: int, offset_bytes: int, data: 
     if offset_bytes != arrived_bytes:
         raise InvalidArgumentError(f"frame begins at byte {offset_bytes} of {what}")
     end = offset_bytes + len(data)
-    if end > len(buffer):
+    if end > size_bytes:
         raise InvalidArgumentError(f"frame ends at byte {end} of {what}")
-    buffer[offset_bytes:end] = data
-
-
-def _whole_blocks(
-    blocks: Sequence[int], checksums: Sequence[int], sizes: Sequence[int], data: memoryview
-) -> Iterator[PutBlock]:
-    start = 0
-    for block, checksum, size in zip(blocks, checksums, sizes, strict=True):
-        yield PutBlock(block, data[start : start + size], checksum)
-        start += size
 
 
 def _span(blocks: Sequence[int]) -> str:

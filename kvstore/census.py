@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 def total(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> Usage:
     """Live blocks and their bytes."""
-    return _sum(segment.lengths[live(segment)] for segment in segments)
+    return _sum(_live_lengths(segment, live) for segment in segments)
 
 
 def by_class(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> dict[int, Usage]:
     """The same by the class whose segments they are in."""
     grouped: dict[int, list[NDArray[np.uint32]]] = {}
     for segment in segments:
-        grouped.setdefault(segment.header.class_id, []).append(segment.lengths[live(segment)])
+        grouped.setdefault(segment.header.class_id, []).append(_live_lengths(segment, live))
     return {class_id: _sum(lengths) for class_id, lengths in grouped.items()}
 
 
@@ -40,12 +40,17 @@ def by_namespace(segments: Iterable[Segment], live: Callable[[Segment], NDArray[
     sizes: dict[int, int] = {}
     for segment in segments:
         mask = live(segment)
-        ids, lengths = segment.namespace_ids[mask], segment.lengths[mask]
+        ids, lengths = segment.namespace_ids[: len(mask)][mask], segment.lengths[: len(mask)][mask]
         for namespace_id in np.unique(ids).tolist():
             mine = ids == namespace_id
             blocks[namespace_id] = blocks.get(namespace_id, 0) + int(mine.sum())
             sizes[namespace_id] = sizes.get(namespace_id, 0) + int(lengths[mine].sum())
     return {namespace_id: Usage(count, sizes[namespace_id]) for namespace_id, count in blocks.items()}
+
+
+def _live_lengths(segment: Segment, live: Callable[[Segment], NDArray[np.bool_]]) -> NDArray[np.uint32]:
+    mask = live(segment)
+    return segment.lengths[: len(mask)][mask]  # slots may have been added meanwhile
 
 
 def find(

@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from kvstore.errors import ConfigError
-from kvstore.listen import parse_listen
+from kvstore.listen import ListenAddress, parse_listen
 from kvstore.traffic import MAX_TRAFFIC_CLASSES, MAX_TTL_S
 
 if TYPE_CHECKING:
@@ -26,13 +35,28 @@ if TYPE_CHECKING:
 ENVIRONMENT_PREFIX = "KVSTORE_"
 CLASSES = "traffic_classes"
 _CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-_SECTION = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+_NUMBERS = (int, float, ByteSize)
+_SIZE_MAX = 1 << 60  # 1 EiB: no disk is larger, and every sum of a few of them fits in 64 bits
 
 
-class TrafficClassConfig(BaseModel):
+class _Section(BaseModel):
+    """What all sections have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _boolean_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """By itself pydantic takes true for 1, and `ttl_s = true` for a time to live of a second."""
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
+            raise ValueError("this is a boolean, wanted is a number")
+        return value
+
+
+class TrafficClassConfig(_Section):
     """One traffic class."""
 
-    model_config = _SECTION
     ttl_s: int = Field(
         ge=1, le=MAX_TTL_S, description="Seconds after its last use by the class that a block is kept for it."
     )
@@ -48,13 +72,13 @@ DEFAULT_TRAFFIC_CLASSES = {
 }
 
 
-class StoreConfig(BaseModel):
+class StoreConfig(_Section):
     """The local storage engine."""
 
-    model_config = _SECTION
     capacity: ByteSize = Field(
         ByteSize(10 << 30),
         ge=1 << 20,
+        le=_SIZE_MAX,
         description="Cap in bytes for the data directory, as du counts; more keeps more prefixes.",
     )
     segment_size: ByteSize = Field(
@@ -75,6 +99,7 @@ class StoreConfig(BaseModel):
     put_queue: ByteSize = Field(
         ByteSize(256 << 20),
         ge=1 << 20,
+        le=_SIZE_MAX,
         description="Bytes of puts that may wait for the writer; beyond that puts are rejected.",
     )
 
@@ -87,10 +112,9 @@ class StoreConfig(BaseModel):
         return self
 
 
-class ServerSection(BaseModel):
+class ServerSection(_Section):
     """The server process: where it lives and listens, its threads, its end."""
 
-    model_config = _SECTION
     data_dir: Path = Field(Path("/var/lib/kvstore"), description="Data directory; one server at a time may use it.")
     listen: str = Field("127.0.0.1:7420", description="gRPC address: host:port, [v6]:port or unix:/path. Port 0: any.")
     allow_remote: bool = Field(
@@ -127,10 +151,20 @@ class ServerSection(BaseModel):
         description="File that gets the bound addresses and the process id as JSON once the server serves. Empty: none.",
     )
 
-    @field_validator("listen")
+    @field_validator("data_dir", "port_file", mode="before")
     @classmethod
-    def _listen_is_address(cls, value: str) -> str:
-        parse_listen(value)
+    def _path_is_possible(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, str | Path):
+            _check_path(str(value))
+        if value == "" and info.field_name == "data_dir":
+            raise ValueError("this is empty, wanted is a directory")
+        return value
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _address_is_possible(cls, value: str, info: ValidationInfo) -> str:
+        if value or info.field_name == "listen":
+            _check_host(parse_listen(value))
         return value
 
     @field_validator("metrics_listen")
@@ -166,20 +200,39 @@ class ServerSection(BaseModel):
         return self
 
 
-class LogSection(BaseModel):
+def _check_path(path: str) -> None:
+    """Raises: ValueError: no system call takes it, or no message can name it."""
+    if "\0" in path:
+        raise ValueError("a path cannot hold a NUL character")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError("this path is no valid UTF-8") from None
+
+
+def _check_host(address: ListenAddress) -> None:
+    """Raises: ValueError: it cannot be looked up, whatever names there are; `socket` would fail with no `OSError`."""
+    _check_path(address.path)
+    try:
+        address.host.encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{address.host!r} is no host name: {error}") from None
+    if "\0" in address.host:
+        raise ValueError(f"{address.host!r} is no host name: it holds a NUL character")
+
+
+class LogSection(_Section):
     """The log, written to stderr."""
 
-    model_config = _SECTION
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level written; debug adds a line per failed call."
     )
     format: Literal["json", "console"] = Field("json", description="One JSON object a line, or text for people.")
 
 
-class ServerConfig(BaseModel):
+class ServerConfig(_Section):
     """All of a server's configuration; read once at start."""
 
-    model_config = _SECTION
     server: ServerSection = ServerSection()
     store: StoreConfig = StoreConfig()
     traffic_classes: dict[str, TrafficClassConfig] = Field(
@@ -275,11 +328,13 @@ def _file_settings(path: Path) -> list[Setting]:
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)
+        return list(_flatten((), content, f"file {path}"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # bad syntax, bad UTF-8, or a number of more digits than Python reads
         raise ConfigError(f"{path} is no TOML: {error}") from None
-    return list(_flatten((), content, f"file {path}"))
+    except RecursionError:
+        raise ConfigError(f"{path} is no TOML that can be read: it is nested too deeply") from None
 
 
 def _environment_settings(environment: Mapping[str, str]) -> list[Setting]:

@@ -12,11 +12,12 @@ Entries are sized so that two groups fill a page: 44 + 8 bytes and LMDB's 10 tak
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import lmdb
 import numpy as np
@@ -41,12 +42,15 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 ADDR_DTYPE = np.dtype([("segment_id", "<u8"), ("slot", "<u4")])
 
 _MAP_SIZE_MIN_BYTES = 1 << 28
+_MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
 _MAX_READERS = 1022
 # A match looks up this many blocks at first and doubles; a full miss then costs one small batch.
 _FIRST_BATCH_BLOCKS = 64
 
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CHECKSUM_FILE = "data.mdb.xxh3"
+_DAMAGED_FILE = "damaged"
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError, lmdb.InvalidError)
 _META_BOOT = b"boot_id"
 _META_STORE = b"store_id"
 
@@ -60,19 +64,22 @@ class IndexState:
     why: str
 
 
+_log = logging.getLogger(__name__)
+
+
 class BlockIndex:
     """Thread-safe for readers; write methods are for the writer thread alone (LMDB has one writer)."""
 
     def __init__(self, directory: Path, store_id: str, capacity_bytes: int) -> None:
         self._directory = directory
         self._store_id = store_id.encode()
+        self._env: Any = None  # an lmdb.Environment
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
-        self._map_size_bytes = max(_MAP_SIZE_MIN_BYTES, capacity_bytes // 8 // 4096 * 4096)
+        self._map_size_bytes = min(max(_MAP_SIZE_MIN_BYTES, capacity_bytes // 8 // 4096 * 4096), _MAP_SIZE_MAX_BYTES)
+        self._damaged = False  # seen while it was in use; only ever set
         self.found = self._open()
         if not self.found.usable:
-            self._wipe()
-            self._open_env()
-        self._mark_in_use()
+            self.start_over()
 
     def _open(self) -> IndexState:
         """Open what is there and say whether it can be trusted.
@@ -83,22 +90,25 @@ class BlockIndex:
         data, checksum = self._directory / "data.mdb", self._directory / _CHECKSUM_FILE
         if not data.exists():
             return IndexState(False, False, "it is not there")
+        if (self._directory / _DAMAGED_FILE).exists():
+            return IndexState(False, False, "it was found damaged while in use")
         clean = checksum.exists()
-        if clean and checksum.read_text() != _file_checksum(data):
+        if clean and checksum.read_bytes() != _file_checksum(data):
             return IndexState(False, False, "its checksum is wrong")
         try:
             self._open_env()
+            with self._env.begin(db=self._meta) as txn:
+                store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
+            self._mark_in_use()
         except (lmdb.Error, StorageError) as error:
             return IndexState(False, False, f"it is damaged: {error}")
-        with self._env.begin(db=self._meta) as txn:
-            store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
         if store != self._store_id:
-            return self._distrust("it belongs to another store")
+            return self._give_up("it belongs to another store")
         if not clean and boot != _boot_id():
-            return self._distrust("the machine stopped while it was in use")
+            return self._give_up("the machine stopped while it was in use")
         return IndexState(True, clean, "closed in order" if clean else "the last process died")
 
-    def _distrust(self, why: str) -> IndexState:
+    def _give_up(self, why: str) -> IndexState:
         self._env.close()
         return IndexState(False, False, why)
 
@@ -128,24 +138,40 @@ class BlockIndex:
             raise
         self._env = env
 
-    def _wipe(self) -> None:
+    def start_over(self) -> None:
+        """Throw away what is there and begin with an empty index. Raises: StorageError."""
+        if self._env is not None:
+            self._env.close()
         if self._directory.exists():
             shutil.rmtree(self._directory)
+        self._damaged = False
+        try:
+            self._open_env()
+            self._mark_in_use()
+        except lmdb.Error as error:
+            raise StorageError(f"index: {error}") from error
 
     def _mark_in_use(self) -> None:
         """Note that commits are about to come that are not synced."""
-        with self._env.begin(write=True, db=self._meta) as txn:
+        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
+        # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
+        with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
             txn.put(_META_BOOT, _boot_id())
         self._env.sync(True)
-        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Sync, close, and leave a checksum that says so."""
-        with contextlib.suppress(lmdb.Error, OSError):  # a full disk must not keep a server from stopping
+        checksum = self._directory / _CHECKSUM_FILE
+        try:
             self._env.sync(True)
             self._env.close()
-            (self._directory / _CHECKSUM_FILE).write_text(_file_checksum(self._directory / "data.mdb"))
+            if not self._damaged:
+                checksum.write_bytes(_file_checksum(self._directory / "data.mdb"))
+        except (lmdb.Error, OSError) as error:
+            # A full disk must not keep a server from stopping; without the checksum it only counts as not stopped in order.
+            _log.warning("index: closed without a checksum: %s", error)
+            checksum.unlink(missing_ok=True)
 
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
@@ -156,7 +182,7 @@ class BlockIndex:
         total = len(chain) // HASH_BYTES
         values: list[bytes] = []
         start, size = 0, _FIRST_BATCH_BLOCKS
-        with _typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
             while start < total:
                 keys = block_keys(namespace_id, chain, start, min(size, total - start))
                 found = cursor.getmulti(keys)
@@ -174,7 +200,7 @@ class BlockIndex:
 
     def lookup(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
         """The addresses of those keys that are there. Raises: StorageError."""
-        with _typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
             return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
 
     def commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]] = ()) -> int:
@@ -191,6 +217,7 @@ class BlockIndex:
             except lmdb.DiskError as error:
                 raise StoreFullError(f"index: {error}") from error
             except lmdb.Error as error:
+                self._note_damage(error)
                 raise StorageError(f"index: {error}") from error
         raise StorageError(f"index: still full with a map of {self._map_size_bytes} bytes")
 
@@ -203,6 +230,26 @@ class BlockIndex:
             for key in sorted(put):  # in key order: neighbours share pages
                 txn.put(key, _pack(put[key]))
         return removed
+
+    @contextlib.contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.Error as error:
+            self._note_damage(error)
+            raise StorageError(f"index: {error}") from error
+
+    def _note_damage(self, error: lmdb.Error) -> None:
+        """Errors that a healthy file cannot cause."""
+        if not self._damaged and isinstance(error, _DAMAGE):
+            self.distrust(str(error))
+
+    def distrust(self, why: str) -> None:
+        """Let the next start rebuild it, however this process ends."""
+        self._damaged = True
+        _log.error("index: %s; some blocks are missed until the next start, which rebuilds it", why)
+        with contextlib.suppress(OSError):
+            (self._directory / _DAMAGED_FILE).touch()
 
     def count(self) -> int:
         """Entries."""
@@ -246,14 +293,6 @@ def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes
     return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
 
 
-@contextlib.contextmanager
-def _typed_errors() -> Iterator[None]:
-    try:
-        yield
-    except lmdb.Error as error:
-        raise StorageError(f"index: {error}") from error
-
-
 def _pack(addr: BlockAddr) -> bytes:
     return _ADDR.pack(addr.segment_id << _SLOT_BITS | addr.slot)
 
@@ -263,13 +302,13 @@ def _unpack(value: bytes) -> BlockAddr:
     return BlockAddr(SegmentId(packed >> _SLOT_BITS), packed & _SLOT_MASK)
 
 
-def _file_checksum(path: Path) -> str:
+def _file_checksum(path: Path) -> bytes:
     """xxh3-64 of a file in hex; some GB/s, so a large index costs a fraction of a second."""
     state = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(1 << 22):
             state.update(chunk)
-    return state.hexdigest()
+    return state.hexdigest().encode()
 
 
 def _boot_id() -> bytes:

@@ -1,6 +1,6 @@
 """Space comes back by whole segments: dead blocks are dropped, live ones worth it are appended again, the file is unlinked.
 
-One mechanism for TTL, capacity, eviction and delete. Which segment: one that is more than half dead, the deadest first, before
+One mechanism for TTL, capacity, eviction and delete. Which segment: one that is more than a quarter dead, the deadest first, before
 anything live is lost; else the coldest, judged by the median last use of its live blocks. Of that one the blocks used more
 recently than most of the store are kept (a system prompt that everyone shares lies among its first writer's cold blocks), up to
 half of it, so that reclaiming always gains; the rest is evicted.
@@ -35,10 +35,13 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_COMPACT_BELOW_LIVE_SHARE = 0.5
+# Before anything live is evicted, dead space is given back down to this share of live blocks; unasked, only below the other.
+_COMPACT_BELOW_LIVE_SHARE = 0.75
+_SWEEP_BELOW_LIVE_SHARE = 0.5
 _KEEP_SHARE_MAX = 0.5
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
-_HIGH_WATERMARK = 0.98
+_AHEAD_SHARE = 1 / 32  # of the capacity, kept free or on its way to be, so that puts need not wait for leases
+_RECLAIMS_PER_TICK = 4
 _TICKS_PER_SWEEP = 10
 
 
@@ -77,8 +80,10 @@ class Reclaimer:
         self._small_files_bytes = small_files_bytes
         self._live, self._expired = live, expired
         self._ticks = 0
+        self._obsolete: list[tuple[bytes, BlockAddr]] = []
         # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
-        self._headroom_bytes = segments.segment_size_bytes // 2 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
+        self._headroom_bytes = segments.segment_size_bytes * 3 // 4 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
+        self._ahead_bytes = int(_AHEAD_SHARE * capacity_bytes)
 
     def used_bytes(self) -> int:
         """Allocated bytes of the whole directory, as `du` counts."""
@@ -91,25 +96,30 @@ class Reclaimer:
             return
         self._segments.reap(self._clock.now_s())
         while (used := self.used_bytes()) + need_bytes > limit:
-            if need_bytes > limit or not self._reclaim_one(writer):
+            # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
+            coming = self._segments.retiring_bytes()
+            enough_coming = used - coming + need_bytes <= limit - self._ahead_bytes
+            if need_bytes > limit or enough_coming or not self._reclaim_one(writer):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
-                    f"{self._segments.retiring_bytes()} wait for leases to pass and nothing more can be reclaimed now"
+                    f"{coming} wait for leases to pass and nothing more can be reclaimed now"
                 )
 
     def tick(self, writer: LogWriter) -> None:
         """Once a second: finish what waited for leases, keep ahead of the cap, and now and then look for dead space."""
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
-        if self.used_bytes() > _HIGH_WATERMARK * (self._capacity_bytes - self._headroom_bytes):
-            self._reclaim_one(writer)
+        limit = self._capacity_bytes - self._headroom_bytes - self._ahead_bytes
+        for _ in range(_RECLAIMS_PER_TICK):
+            if self.used_bytes() - self._segments.retiring_bytes() <= limit or not self._reclaim_one(writer):
+                break
+        self._drop_obsolete()
         self._ticks += 1
         if self._ticks % _TICKS_PER_SWEEP == 0:
             self.sweep(writer)
 
     def sweep(self, writer: LogWriter) -> None:
         """Give back dead space. Walks all use tables, so it is not for every tick."""
-        worths = self._candidates(writer)
-        dead = [worth for worth in worths if worth.live_share < _COMPACT_BELOW_LIVE_SHARE]
+        dead = [worth for worth in self._candidates(writer) if worth.live_share < _SWEEP_BELOW_LIVE_SHARE]
         for worth in sorted(dead, key=lambda worth: worth.live_share):
             # Whatever is wholly dead goes at once; of the others one a sweep, because moving blocks costs writes.
             self._reclaim(worth, worth.live, writer)
@@ -117,8 +127,13 @@ class Reclaimer:
                 break
 
     def _reclaim_one(self, writer: LogWriter) -> bool:
-        """Reclaim the segment that costs least; False if there is none."""
-        worths = self._candidates(writer)
+        """Reclaim the segment that costs least; False if there is none.
+
+        Those that no lease names come first, because their space is there at once; a leased one keeps its file for a while.
+        """
+        now_s = self._clock.now_s()
+        everything = self._candidates(writer)
+        worths = [worth for worth in everything if worth.segment.lease_until_s < now_s] or everything
         if not worths:
             return False
         deadest = min(worths, key=lambda worth: worth.live_share)
@@ -131,11 +146,10 @@ class Reclaimer:
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Worth]:
-        """Segments nobody appends to and no lease names."""
-        now_s = self._clock.now_s()
+        """Segments that nobody appends to and whose rows the index knows."""
         worths = []
         for segment in self._segments.all():
-            if segment.state != fmt.STATE_SEALED or segment.lease_until_s > now_s:
+            if segment.state != fmt.STATE_SEALED or segment.segment_id in writer.uncommitted or segment.unreadable:
                 self._seal_if_dead(segment, writer)
                 continue
             live = self._live(segment)
@@ -153,22 +167,31 @@ class Reclaimer:
     def _reclaim(self, worth: _Worth, keep: NDArray[np.bool_], writer: LogWriter) -> None:
         """Move the blocks to keep, drop the index entries of the others, retire the file.
 
-        Flags, index and retirement come in this order so that a crash anywhere leaves each block right or missing, and a match
-        that runs meanwhile either sees the new place, or has its lease seen here.
+        Flags, new places and retirement come in this order so that a crash anywhere leaves each block right or missing, and a
+        match that runs meanwhile either sees the new place, or has its lease seen here. Deletes and evictions run on this thread
+        too, so no flag is set on a block while it moves.
         """
         segment = worth.segment
-        rows = segment.read_rows(0, segment.slot_count)
+        try:
+            rows = segment.read_rows(0, segment.slot_count)
+        except OSError as error:
+            segment.unreadable = True
+            _log.warning("segment %d cannot be read and keeps its space: %s", segment.segment_id, str(error))
+            return
         whole = fmt.valid_rows(rows, segment.segment_id)
-        kept = np.flatnonzero(keep & whole)
-        moved = self._move(segment, rows, kept, writer)
+        moved = self._move(segment, rows, np.flatnonzero(keep & whole), writer)
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
         self._count_losses(segment, dropped, worth.live)
         segment.flag(dropped, fmt.FLAG_EVICTED)
         removed = [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in dropped if whole[slot]]
-        self._index.commit({row_key(rows[slot]): addr for slot, addr in moved.items()}, removed)
-        segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
+        if moved:
+            self._point_to_new_places(segment, rows, moved, writer)
         self._segments.retire(segment)
         freed = self._segments.reap(self._clock.now_s())
+        # Last, so that a disk too full for a commit gets its room first. Until it is done the entries name a segment id that is
+        # never used again, so they can only ever be a miss.
+        self._obsolete += removed
+        self._drop_obsolete()
         self._counters.add(segments_reclaimed=1, bytes_reclaimed=freed)
         _log.info(
             "reclaimed segment %d: %d blocks kept, %d dropped, %d bytes free",
@@ -178,22 +201,44 @@ class Reclaimer:
             freed,
         )
 
+    def _drop_obsolete(self) -> None:
+        """Remove index entries of segments that are gone; the next tick tries again if the disk is too full even for that."""
+        if self._obsolete:
+            try:
+                self._index.commit({}, self._obsolete)
+            except KvStoreError as error:
+                # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
+                _log.warning("index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error))
+            else:
+                self._obsolete = []
+
+    def _point_to_new_places(
+        self, segment: Segment, rows: NDArray[np.void], moved: dict[int, BlockAddr], writer: LogWriter
+    ) -> None:
+        try:
+            self._index.commit({row_key(rows[slot]): addr for slot, addr in moved.items()})
+        except KvStoreError:
+            for addr in moved.values():
+                writer.flag(addr, fmt.FLAG_DELETED)  # the copies must not turn up when the index is rebuilt
+            raise
+        segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
+
     def _move(
         self, segment: Segment, rows: NDArray[np.void], kept: NDArray[np.intp], writer: LogWriter
     ) -> dict[int, BlockAddr]:
         """Append the kept slots again; returns where those went that could be read and written."""
         entries, slots = [], []
         for slot in kept:
-            payload = bytearray(int(rows[slot]["length_bytes"]))
-            if segment.read_payloads([memoryview(payload)], int(rows[slot]["offset_bytes"])) == len(payload):
+            payload = _payload(segment, rows[slot])
+            if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
                 entries.append(NewEntry(row_key(rows[slot]), _entry(rows[slot]), payload))
                 slots.append(int(slot))
         uses = segment.uses[slots].copy()
         try:
             addrs = writer.rewrite(segment.header.class_id, entries, uses)
-        except (OSError, KvStoreError) as error:
-            _log.warning("segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), error)
+        except OSError as error:
+            _log.warning("segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), str(error))
             return {}
         return dict(zip(slots, addrs, strict=True))
 
@@ -216,6 +261,16 @@ def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:
     budget = _KEEP_SHARE_MAX * (segment.end_bytes - segment.layout.payload_offset)
     keep[order[sizes > budget]] = False
     return keep
+
+
+def _payload(segment: Segment, row: np.void) -> bytearray | None:
+    """A block's bytes, or None if they cannot be read."""
+    payload = bytearray(int(row["length_bytes"]))
+    try:
+        size = segment.read_payloads([memoryview(payload)], int(row["offset_bytes"]))
+    except OSError:
+        return None
+    return payload if size == len(payload) else None
 
 
 def _taken_bytes(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.index import row_key
+from kvstore.errors import StorageError, StoreFullError
+from kvstore.index import IndexState, row_key
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr
 
@@ -26,8 +27,34 @@ _log = logging.getLogger(__name__)
 
 
 def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, int], None]) -> None:
-    """Make the index say what the segments hold, and seal what an earlier process left open."""
-    found = index.found
+    """Make the index say what the segments hold, and seal what an earlier process left open.
+
+    An index that cannot be written, on a full disk say, leaves blocks that are missed until a later start.
+    """
+    try:
+        _recover(segments, index, index.found, progress)
+    except StoreFullError as error:
+        index.distrust(f"no room to bring it up to date ({error})")
+    except StorageError as error:
+        # It opened and looked whole, but it is not.
+        _start_over(segments, index, str(error), progress)
+    for segment in segments.all():
+        segment.seal()
+
+
+def _start_over(segments: SegmentSet, index: BlockIndex, why: str, progress: Callable[[int, int], None]) -> None:
+    try:
+        index.start_over()
+        _recover(segments, index, IndexState(False, False, why), progress)
+    except StorageError as error:
+        index.distrust(f"it cannot be rebuilt now ({error})")
+    except StoreFullError as error:
+        index.distrust(f"no room to rebuild it ({error})")
+
+
+def _recover(
+    segments: SegmentSet, index: BlockIndex, found: IndexState, progress: Callable[[int, int], None]
+) -> None:
     everything = segments.all()
     retired = [segment for segment in everything if segment.state == fmt.STATE_RETIRED]
     in_use = [segment for segment in everything if segment.state != fmt.STATE_RETIRED]
@@ -47,8 +74,6 @@ def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, in
         _log.info("index: %s; %d blocks of %d segments indexed", found.why, indexed, len(suspects))
     for segment in retired:
         _finish_retiring(segment, segments, index)
-    for segment in in_use:
-        segment.seal()
 
 
 def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> int:

@@ -15,7 +15,7 @@ from kvstore_api.namespace import NamespaceSpec, NamespaceSpecError
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_api.v1 import types_pb2
 
-from kvstore.assembly import BlockAssembler, append_part
+from kvstore.assembly import BlockAssembler, check_part
 from kvstore.errors import InvalidArgumentError, NamespaceMismatchError, NotServingError, UnknownTrafficClassError
 from kvstore.messages import (
     from_duration,
@@ -31,7 +31,7 @@ from kvstore.rpc import Context, Handler, RpcEdge, deadline_s, parse
 from kvstore.types import PutResult, PutStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
     from concurrent.futures import Future
 
     from kvstore.config import ServerSection
@@ -180,8 +180,11 @@ class BlockStoreService:
                 frame, data = _split(pb.PutBlocksRequest, message)
                 if frame.HasField("header"):
                     raise InvalidArgumentError("a second header in one put")
-                for block in assembler.add(frame, data):
-                    await groups.add(block)
+                arrived = list(assembler.add(frame, data))
+                rejected = [result for result in arrived if isinstance(result, PutResult)]
+                store.counters.add(blocks_rejected=len(rejected))
+                groups.reject(rejected)
+                await groups.add([block for block in arrived if not isinstance(block, PutResult)], len(message))
             assembler.finish()
             results = await groups.finish(range(header.first_block, header.first_block + header.block_count))
         self._metrics.count_rejected(results)
@@ -248,12 +251,22 @@ class _PutGroups:
         self._in_flight: deque[Future[list[PutResult]]] = deque()
         self._results: dict[int, PutResult] = {}
 
-    async def add(self, block: PutBlock) -> None:
-        """Take a block; waits when too much is in flight, and so makes the sender wait."""
-        self._group.append(block)
-        self._group_bytes += memoryview(block.data).nbytes
+    async def add(self, blocks: Sequence[PutBlock], message_bytes: int) -> None:
+        """Take a frame's blocks; waits when too much is in flight, and so makes the sender wait.
+
+        Args:
+            message_bytes: what views keep in memory, however little of it they show.
+        """
+        if not blocks:
+            return
+        self._group += blocks
+        self._group_bytes += max(message_bytes, sum(memoryview(block.data).nbytes for block in blocks))
         if self._group_bytes >= PUT_GROUP_BYTES:
             await self._flush()
+
+    def reject(self, results: Sequence[PutResult]) -> None:
+        """Note blocks that were rejected before the store saw them."""
+        self._results.update((result.block, result) for result in results)
 
     async def finish(self, blocks: range) -> list[PutResult]:
         """One result for each of `blocks`, once the store has answered for all that were added."""
@@ -332,16 +345,16 @@ def _split(kind: type[P], message: bytes) -> tuple[P, memoryview]:
 
 
 async def _receive_state(size_bytes: int, context: Context) -> bytearray:
-    buffer, arrived_bytes = bytearray(size_bytes), 0
+    buffer = bytearray()  # grows with what arrives: a size that was only announced costs nothing
     while (message := await context.read()) is not grpc.aio.EOF:
         frame, data = _split(pb.PutStateRequest, message)
         if frame.HasField("header"):
             raise InvalidArgumentError("a second header in one put")
-        what = f"a state object, of which {arrived_bytes} of {size_bytes} bytes have come"
-        append_part(buffer, arrived_bytes, frame.offset_bytes, data, what)
-        arrived_bytes += len(data)
-    if arrived_bytes < size_bytes:
-        raise InvalidArgumentError(f"the put ended after {arrived_bytes} of {size_bytes} bytes")
+        what = f"a state object, of which {len(buffer)} of {size_bytes} bytes have come"
+        check_part(len(buffer), size_bytes, frame.offset_bytes, data, what)
+        buffer += data
+    if len(buffer) < size_bytes:
+        raise InvalidArgumentError(f"the put ended after {len(buffer)} of {size_bytes} bytes")
     return buffer
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 from kvstore_api import encoding
@@ -20,9 +20,11 @@ from kvstore.counters import StoreCounters
 from kvstore.data_dir import DataDir
 from kvstore.errors import (
     InvalidArgumentError,
+    KvStoreError,
     NamespaceAmbiguousError,
     NamespaceNotFoundError,
     OverloadedError,
+    StorageError,
     StoreFullError,
     UnknownTrafficClassError,
 )
@@ -70,11 +72,14 @@ if TYPE_CHECKING:
     from kvstore.traffic import TrafficClass
     from kvstore.types import ReadFrame
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 _SEGMENTS_PER_CAPACITY = 16  # reclaim works by segments, so there have to be some
 _HEX_PREFIX_MIN = 8
 _LEASE_RETRIES = 3
+_MOVE_RETRIES = 3
 
 
 class LocalStore:
@@ -98,7 +103,10 @@ class LocalStore:
         self._catalog = catalog
         self._ttls = TtlTable(catalog.classes.values())
         self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
-        self._reserve_segment_ids()  # now, so that no put waits for it
+        try:
+            self._reserve_segment_ids()  # now, so that no put waits for it
+        except OSError as error:
+            _log.warning("the catalog cannot be written, puts will be rejected until it can: %s", error)
         self._live_ids = _namespace_ids(catalog)
         self._segments = SegmentSet(
             data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
@@ -167,7 +175,7 @@ class LocalStore:
     def _shrink(self) -> None:
         """Get below a cap that is smaller than at the last start."""
         try:
-            self._writer.call(lambda: self._reclaimer.make_room(0, self._writer)).result()
+            self._on_writer(lambda: self._reclaimer.make_room(0, self._writer))
         except StoreFullError as error:
             _log.warning("the data directory is over its cap: %s", error)
 
@@ -186,12 +194,7 @@ class LocalStore:
             spec.validate()
         except NamespaceSpecError as error:
             raise InvalidArgumentError(f"namespace spec: {error}") from None
-        room = self._segments.segment_size_bytes - fmt.Layout(_row_capacity(self._config)).payload_offset
-        if fmt.align(spec.block_bytes) > room:
-            raise InvalidArgumentError(
-                f"namespace spec: block_bytes is {spec.block_bytes}, a segment takes {room}; raise store.segment_size "
-                f"(and store.capacity, of which a segment is at most 1/{_SEGMENTS_PER_CAPACITY})"
-            )
+        self._check_fits(spec.block_bytes)
         digest = spec.digest()
         known = self._catalog.namespaces.get(digest)
         if known is not None:
@@ -202,6 +205,14 @@ class LocalStore:
             )
         )
         return self._catalog.namespaces[digest]
+
+    def _check_fits(self, size_bytes: int) -> None:
+        room = self._segments.segment_size_bytes - fmt.Layout(_row_capacity(self._config)).payload_offset
+        if fmt.align(size_bytes) > room:
+            raise InvalidArgumentError(
+                f"block_bytes is {size_bytes}, a segment takes {room}; raise store.segment_size "
+                f"(and store.capacity, of which a segment is at most 1/{_SEGMENTS_PER_CAPACITY})"
+            )
 
     def namespace(self, digest: bytes) -> Namespace:
         """A registered namespace. Raises: InvalidArgumentError, NamespaceNotFoundError."""
@@ -233,7 +244,7 @@ class LocalStore:
         if not dry_run:
             self._change_catalog(lambda catalog: catalog.without_namespace(namespace))
             self.counters.add(blocks_deleted=usage.blocks)
-            self.sweep()
+            self._give_back()
         return usage
 
     def traffic_classes(self) -> list[TrafficClass]:
@@ -309,7 +320,7 @@ class LocalStore:
             self._count_match(namespace, len(chain), hit)
             if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
                 self._touch(addrs, record.class_id, int(now_s))
-        lease = self._mint.make(namespace.namespace_id, addrs, deadline_s) if hit else b""
+        lease = self._mint.make(namespace.namespace_id, chain.data, addrs, deadline_s) if hit else b""
         return Match(hit, lease, deadline_s, plan)
 
     def _count_match(self, namespace: Namespace, asked: int, hit: int) -> None:
@@ -320,9 +331,33 @@ class LocalStore:
 
     def _live_run(self, namespace: Namespace, chain: bytes, now_s: float) -> NDArray[np.void]:
         """Addresses of the chain's leading blocks that are indexed, neither flagged nor expired."""
-        addrs = self._index.leading_run(namespace.namespace_id, chain)
-        live = self._live_addrs(addrs, now_s)
-        return addrs if live.all() else addrs[: int(np.argmin(live))]
+        for _ in range(_MOVE_RETRIES):
+            addrs = self._leading_run(namespace, chain)
+            live = self._live_addrs(addrs, now_s)
+            if live.all():
+                return addrs
+            cut = int(np.argmin(live))
+            key = block_keys(namespace.namespace_id, chain, cut, 1)[0]
+            here = BlockAddr(SegmentId(int(addrs[cut]["segment_id"])), int(addrs[cut]["slot"]))
+            if self._find([key]).get(key) in (None, here):
+                break
+            # The block was moved between the look-up and the look at its flags.
+        return addrs[:cut]
+
+    def _leading_run(self, namespace: Namespace, chain: bytes) -> NDArray[np.void]:
+        """As the index has it; an index that cannot be read is a miss."""
+        try:
+            return self._index.leading_run(namespace.namespace_id, chain)
+        except StorageError as error:
+            _log.debug("match: %s", error)  # the index itself tells when it is damaged
+            return _as_array([])
+
+    def _find(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
+        try:
+            return self._index.lookup(keys)
+        except StorageError as error:
+            _log.debug("look-up: %s", error)
+            return {}
 
     def _live_addrs(self, addrs: NDArray[np.void], now_s: float) -> NDArray[np.bool_]:
         live = np.zeros(len(addrs), dtype=bool)
@@ -361,7 +396,7 @@ class LocalStore:
         """
         _check_range(chain, first_block, block_count)
         now_s = self._clock.now_s()
-        places = self._leased(namespace, lease, first_block, block_count, now_s)
+        places = self._leased(namespace, chain, lease, first_block, block_count, now_s)
         addrs, present = places or self._look_up(namespace, chain, first_block, block_count, now_s)
         return self._reader.frames(
             ReadRequest(
@@ -376,24 +411,27 @@ class LocalStore:
         )
 
     def _leased(
-        self, namespace: Namespace, lease: bytes, first_block: int, block_count: int, now_s: float
+        self, namespace: Namespace, chain: Chain, lease: bytes, first_block: int, block_count: int, now_s: float
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]] | None:
         """The places a valid lease promises, even if their blocks have expired or been evicted since.
 
-        None when it does not cover all blocks, or names a file that is gone: then the look-up decides.
+        None when it does not cover all blocks, or names a file that is gone or a block that was deleted: then the look-up
+        decides, because the block may have been stored again elsewhere.
         """
-        leased = self._mint.check(lease, namespace.namespace_id, now_s) if lease else None
+        leased = self._mint.check(lease, namespace.namespace_id, chain.data, now_s) if lease else None
         if leased is None or len(leased) < first_block + block_count:
             return None
         addrs = leased[first_block : first_block + block_count]
-        there = sum(len(where) for _, where in self._by_segment(addrs))
+        there = 0
+        for segment, where in self._by_segment(addrs):
+            there += int(((segment.uses[addrs["slot"][where], 0] & fmt.FLAG_DELETED) == 0).sum())
         return (addrs, np.ones(block_count, dtype=bool)) if there == block_count else None
 
     def _look_up(
         self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         keys = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
-        found = self._index.lookup(keys)
+        found = self._find(keys)
         nowhere = BlockAddr(SegmentId(0), 0)
         places = [found.get(key, nowhere) for key in keys]
         addrs = _as_array(places)
@@ -408,6 +446,7 @@ class LocalStore:
         Raises: InvalidArgumentError, UnknownTrafficClassError: the request is wrong as a whole.
         """
         record = self._class(traffic_class)
+        self._check_fits(namespace.spec.block_bytes)  # the segments may be smaller now than when it was registered
         for block in blocks:
             if not 0 <= block.block < len(chain):
                 raise InvalidArgumentError(f"block {block.block} is not in the chain of {len(chain)}")
@@ -490,6 +529,10 @@ class LocalStore:
     def delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
         """Delete blocks: misses at once, under leases too, and after a restart. Returns how many were there."""
         _check_range(chain, first_block, block_count)
+        return self._on_writer(lambda: self._delete(namespace, chain, first_block, block_count))
+
+    def _delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
+        """On the writer thread: a block that is just being moved would take no flag along."""
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
         for segment, where in self._by_segment(addrs[live]):
             segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
@@ -505,26 +548,41 @@ class LocalStore:
         self, namespace: Namespace, prefix_hash: bytes, name: str, traffic_class: str = ""
     ) -> StateObject | None:
         """A state object, if it is alive and right. Raises: InvalidArgumentError, UnknownTrafficClassError."""
-        record = self._class(traffic_class)
+        state = self._read_state(namespace, prefix_hash, name, self._class(traffic_class))
+        if state is None:
+            self.counters.add(blocks_missed=1)
+        else:
+            self.counters.add(blocks_read=1, bytes_read=len(state.data))
+        return state
+
+    def _read_state(
+        self, namespace: Namespace, prefix_hash: bytes, name: str, record: ClassRecord
+    ) -> StateObject | None:
         state_hash = _state_hash(prefix_hash, name)
         found = self._state_addr(namespace, prefix_hash, state_hash)
         segment = self._segments.get(found.segment_id) if found is not None else None
         if found is None or segment is None:
             return None
-        row = segment.read_rows(found.slot, 1)[0]
-        if row["prefix_hash"].tobytes() != state_hash or row["namespace_id"] != namespace.namespace_id:
-            return None
-        data = bytearray(int(row["length_bytes"]))
+        state = self._read_state_at(namespace, prefix_hash, state_hash, segment, found.slot)
+        if state is not None and record.traffic_class.refresh is RefreshRule.ON_ACCESS:
+            segment.touch(np.array([found.slot]), record.class_id, int(self._clock.now_s()))
+        return state
+
+    def _read_state_at(
+        self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes, segment: Segment, slot: int
+    ) -> StateObject | None:
         try:
+            row = segment.read_rows(slot, 1)[0]
+            if row["prefix_hash"].tobytes() != state_hash or row["namespace_id"] != namespace.namespace_id:
+                return None
+            data = bytearray(int(row["length_bytes"]))
             size = segment.read_payloads([memoryview(data)], int(row["offset_bytes"]))
         except OSError:
             return None
         if size != len(data) or block_checksum(data, prefix_hash) != int(row["checksum"]):
-            segment.flag(np.array([found.slot]), fmt.FLAG_DELETED)
+            segment.flag(np.array([slot]), fmt.FLAG_DELETED)
             self.counters.add(blocks_corrupt=1)
             return None
-        if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
-            segment.touch(np.array([found.slot]), record.class_id, int(self._clock.now_s()))
         return StateObject(bytes(data), int(row["checksum"]))
 
     def _has_state(self, namespace: Namespace, prefix_hash: bytes, name: str) -> bool:
@@ -532,7 +590,7 @@ class LocalStore:
 
     def _state_addr(self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes) -> BlockAddr | None:
         key = state_key(namespace.namespace_id, prefix_hash, state_hash)
-        addr = self._index.lookup([key]).get(key)
+        addr = self._find([key]).get(key)
         return addr if addr is not None and self._is_live(addr) else None
 
     def submit_put_state(
@@ -605,6 +663,14 @@ class LocalStore:
 
         Raises: InvalidArgumentError: no condition given, or one out of range; UnknownTrafficClassError.
         """
+        if dry_run:
+            return self._evict(selection, dry_run=True)
+        usage = self._on_writer(lambda: self._evict(selection, dry_run=False))
+        self._give_back()
+        return usage
+
+    def _evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
+        """Select and flag; flagging on the writer thread, as in `_delete`."""
         chosen = self._select(selection)
         blocks = sum(len(slots) for _, slots in chosen)
         size = sum(int(segment.lengths[slots].sum()) for segment, slots in chosen)
@@ -614,7 +680,6 @@ class LocalStore:
                 if self._config.durability == "sync" and len(slots):
                     segment.sync()
             self.counters.add(blocks_evicted=blocks)
-            self.sweep()
         return Usage(blocks, size)
 
     def _select(self, selection: EvictSelection) -> list[tuple[Segment, NDArray[np.intp]]]:
@@ -669,9 +734,20 @@ class LocalStore:
         return sorted(found, key=lambda block: (block.prefix_hash, block.addr.segment_id))[:limit]
 
     def sweep(self) -> None:
-        """Give back dead space now instead of within seconds, and wait for it."""
-        self._writer.call(lambda: self._reclaimer.tick(self._writer)).result()
-        self._writer.call(lambda: self._reclaimer.sweep(self._writer)).result()
+        """Give back dead space now instead of within seconds, and wait for it. Raises: KvStoreError, OSError."""
+        self._on_writer(lambda: self._reclaimer.tick(self._writer))
+        self._on_writer(lambda: self._reclaimer.sweep(self._writer))
+
+    def _give_back(self) -> None:
+        """A sweep after something was evicted. It is done whether its space comes back now or later."""
+        try:
+            self.sweep()
+        except (KvStoreError, OSError) as error:
+            _log.warning("space could not be given back yet: %s", error)
+
+    def _on_writer(self, call: Callable[[], T]) -> T:
+        """Run something on the writer thread, after the puts that wait there."""
+        return self._writer.call(call).result()
 
     # For the parts below
 

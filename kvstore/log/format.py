@@ -116,11 +116,11 @@ class SegmentHeader:
         magic, crc, version, rows, segment_id, created, class_id, store_id = HEADER.unpack_from(page)
         if magic != HEADER_MAGIC:
             raise CorruptDataDirError(f"{name}: magic {magic:#010x}, want {HEADER_MAGIC:#010x}")
-        if version != FORMAT_VERSION:
-            raise FormatVersionError(f"{name}: format version {version}, this server writes and reads {FORMAT_VERSION}")
         found = zlib.crc32(page[HEADER_CRC_FROM : HEADER.size])
         if found != crc:
             raise CorruptDataDirError(f"{name}: header crc {found:#010x}, want {crc:#010x}")
+        if version != FORMAT_VERSION:
+            raise FormatVersionError(f"{name}: format version {version}, this server writes and reads {FORMAT_VERSION}")
         return cls(SegmentId(segment_id), store_id, ClassId(class_id), rows, created)
 
 

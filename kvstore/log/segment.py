@@ -48,7 +48,8 @@ class Segment:
         ).reshape(header.row_capacity, fmt.USE_COLUMNS)
         # Last, so that a constructor that fails leaves closing to its caller.
         self._closer = weakref.finalize(self, device.close, descriptor)
-        self._flag_lock = threading.Lock()  # so that two threads' bits do not overwrite each other
+        self._bits_lock = threading.Lock()  # so that two threads' flags or leases do not overwrite each other
+        self.unreadable = False  # its table could not be read: not to be reclaimed; writer thread only
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
@@ -121,9 +122,10 @@ class Segment:
         return int(self._head[fmt.LEASE_UNTIL_OFFSET // 4])
 
     def extend_lease(self, deadline_s: int) -> None:
-        """Keep the file at least until then. Lost updates between threads only matter to the second."""
-        if deadline_s > self._head[fmt.LEASE_UNTIL_OFFSET // 4]:
-            self._head[fmt.LEASE_UNTIL_OFFSET // 4] = deadline_s
+        """Keep the file at least until then."""
+        with self._bits_lock:  # or a shorter lease could overwrite a longer one
+            if deadline_s > self._head[fmt.LEASE_UNTIL_OFFSET // 4]:
+                self._head[fmt.LEASE_UNTIL_OFFSET // 4] = deadline_s
 
     @property
     def uses(self) -> NDArray[np.uint32]:
@@ -181,7 +183,7 @@ class Segment:
 
     def flag(self, slots: NDArray[np.integer], flags: int) -> None:
         """Set flag bits; they are never cleared."""
-        with self._flag_lock:
+        with self._bits_lock:
             self._uses[slots, 0] |= np.uint32(flags)
 
     def touch(self, slots: NDArray[np.integer], class_id: int, now_s: int) -> None:

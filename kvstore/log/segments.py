@@ -38,14 +38,15 @@ class SegmentSet:
     def open_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Open every file there is. A damaged one is set aside under another name, loudly.
 
-        Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch.
+        Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: one cannot be opened now,
+            which says nothing about what is in it.
         """
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
         for done, path in enumerate(paths):
             progress(done, len(paths))
             try:
                 self._add(Segment.open(path, self._device, self._store_id))
-            except (CorruptDataDirError, OSError) as error:
+            except CorruptDataDirError as error:
                 aside = path.with_suffix(path.suffix + _DAMAGED_SUFFIX)
                 path.rename(aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
@@ -124,7 +125,7 @@ class SegmentSet:
 
     def retiring_bytes(self) -> int:
         """Of those, files that only wait for leases to pass."""
-        retiring = list(self._retiring)
+        retiring = [segment for segment in self._retiring if not segment.unlink_failed]
         with self._lock:
             return sum(self._allocated.get(segment.segment_id, 0) for segment in retiring)
 

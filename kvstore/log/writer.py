@@ -6,7 +6,6 @@ Order, for each group: payloads, use rows, rows (then fdatasync, if durable), th
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import queue
@@ -15,17 +14,19 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from kvstore.errors import KvStoreError, StorageError, StoreFullError
 from kvstore.log import format as fmt
+from kvstore.traffic import RefreshRule
 from kvstore.types import BlockAddr, PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
     from typing_extensions import Buffer
 
     from kvstore.catalog import ClassRecord
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from kvstore.index import BlockIndex
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +78,11 @@ class PutJob:
         self.outcomes = [None] * len(self.entries)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
-    """Anything else that has to happen on the writer thread."""
+    """Anything else that has to happen on the writer thread; does not raise."""
 
-    call: Callable[[], object]
-    future: Future[object] = field(default_factory=Future)
-    size_bytes: int = 0
+    run: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -122,6 +123,7 @@ class LogWriter:
         self._queued_bytes = 0  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._open: dict[int, Segment] = {}  # class id -> segment; writer thread only
+        self.uncommitted: set[int] = set()  # segments with rows the index does not know yet; writer thread only
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
 
     def start(self) -> None:
@@ -140,14 +142,14 @@ class LogWriter:
             self._queue.put(job)
         return True
 
-    def call(self, function: Callable[[], object]) -> Future[object]:
+    def call(self, function: Callable[[], T]) -> Future[T]:
         """Run something on the writer thread, after what is queued."""
-        task = Task(function)
+        future: Future[T] = Future()
         with self._lock:
             if self._closed:
                 raise StorageError("the store is closed")
-            self._queue.put(task)
-        return task.future
+            self._queue.put(Task(lambda: _settle(future, function)))
+        return future
 
     def close(self) -> None:
         """Finish what is queued, seal the open segments, stop the thread."""
@@ -166,8 +168,10 @@ class LogWriter:
             if jobs:
                 self._commit_group(jobs)
             if time.monotonic() >= next_tick:
-                with contextlib.suppress(KvStoreError, OSError):  # told where it happens; the next tick tries again
+                try:
                     self._housekeeping()
+                except Exception:  # the thread's edge: puts must go on, and the next tick tries again
+                    _log.exception("housekeeping failed")
                 next_tick = time.monotonic() + _TICK_S
         for class_id in list(self._open):
             self.seal(class_id)
@@ -186,7 +190,7 @@ class LogWriter:
             if isinstance(item, Task):
                 if jobs:
                     self._commit_group(jobs)
-                _run_task(item)
+                item.run()
                 return [], False
             jobs.append(item)
             size += item.size_bytes
@@ -206,6 +210,12 @@ class LogWriter:
             job.future.set_result([outcome for outcome in job.outcomes if outcome is not None])
 
     def _commit(self, jobs: list[PutJob]) -> None:
+        try:
+            self._write_and_commit(jobs)
+        finally:
+            self.uncommitted.clear()
+
+    def _write_and_commit(self, jobs: list[PutJob]) -> None:
         now_s = int(self._clock.now_s())
         pending = self._sort_out(jobs, now_s)
         by_class: dict[int, list[_Pending]] = defaultdict(list)
@@ -227,17 +237,21 @@ class LogWriter:
                 addr = known.get(new.key)
                 if addr is not None and self._live(addr):
                     job.outcomes[position] = EXISTS
-                    self._touch(addr, class_id, now_s)
+                    self._touch(addr, job.traffic_class, now_s)
                 elif new.key in pending:
                     pending[new.key].waiting.append((job, position))
                 else:
                     pending[new.key] = _Pending(new, class_id, [(job, position)], addr)
         return list(pending.values())
 
-    def _touch(self, addr: BlockAddr, class_id: int, now_s: int) -> None:
+    def _touch(self, addr: BlockAddr, record: ClassRecord, now_s: int) -> None:
+        """Note the use. For an on-write class only the first put counts, even if another class stored the block."""
         segment = self._segments.get(addr.segment_id)
-        if segment is not None:
-            segment.touch(np.array([addr.slot]), class_id, now_s)
+        if segment is None:
+            return
+        known = segment.uses[addr.slot, record.class_id] != 0
+        if record.traffic_class.refresh is RefreshRule.ON_ACCESS or not known:
+            segment.touch(np.array([addr.slot]), record.class_id, now_s)
 
     def _append(self, class_id: int, items: list[_Pending], now_s: int) -> None:
         """Write items to the class's open segments, rolling as they fill. Failed items get an error, the others an address."""
@@ -262,6 +276,8 @@ class LogWriter:
         """
         size_bytes = items[0].new.entry.length_bytes
         batch = self._fitting(self._segment_with_room(class_id, size_bytes), items)
+        if not batch:
+            raise StorageError(f"a block of {size_bytes} bytes fits into no segment")
         payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
         table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
         self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES)
@@ -305,6 +321,7 @@ class LogWriter:
         finally:
             self._segments.note_growth(segment)
         self._counters.add(bytes_written=sum(_written_bytes(item.new) for item in batch))
+        self.uncommitted.add(segment.segment_id)
         for row, item in enumerate(batch):
             item.addr = BlockAddr(segment.segment_id, first_slot + row)
 
@@ -323,13 +340,14 @@ class LogWriter:
             self._index.commit({item.new.key: item.addr for item in written if item.addr is not None})
         except KvStoreError as error:
             for item in written:
-                self._flag(item.addr, fmt.FLAG_DELETED)
+                self.flag(item.addr, fmt.FLAG_DELETED)
                 item.addr, item.error = None, error
             return
         for item in written:
-            self._flag(item.replaced, fmt.FLAG_EVICTED)
+            self.flag(item.replaced, fmt.FLAG_EVICTED)
 
-    def _flag(self, addr: BlockAddr | None, flags: int) -> None:
+    def flag(self, addr: BlockAddr | None, flags: int) -> None:
+        """Flag a slot, if there is one."""
         segment = self._segments.get(addr.segment_id) if addr is not None else None
         if segment is not None and addr is not None:
             segment.flag(np.array([addr.slot]), flags)
@@ -353,12 +371,23 @@ class LogWriter:
         """The class whose open segment it is; writer thread only."""
         return next((class_id for class_id, other in self._open.items() if other is segment), None)
 
-    def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: np.ndarray) -> list[BlockAddr]:
+    def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
         """Append entries that are moved, with their use rows; writer thread only. The caller commits the index.
 
-        Needs room for them already: it never reclaims. Raises: OSError, KvStoreError.
+        Needs room for them already: it never reclaims. Raises: OSError: none of them counts.
         """
         addrs: list[BlockAddr] = []
+        try:
+            self._rewrite(class_id, entries, uses, addrs)
+        except OSError:
+            for addr in addrs:
+                self.flag(addr, fmt.FLAG_DELETED)
+            raise
+        return addrs
+
+    def _rewrite(
+        self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32], addrs: list[BlockAddr]
+    ) -> None:
         for new, use in zip(entries, uses, strict=True):
             segment = self._roomy(class_id, new.entry.length_bytes)
             if segment is None:
@@ -376,7 +405,6 @@ class LogWriter:
             moved_to = self._segments.get(segment_id)
             if moved_to is not None:
                 moved_to.sync()
-        return addrs
 
 
 # A new file's header page, and the first page of each table.
@@ -396,8 +424,8 @@ def storage_error(error: Exception) -> KvStoreError:
     return StorageError(f"write failed: {error}")
 
 
-def _run_task(task: Task) -> None:
+def _settle(future: Future[T], function: Callable[[], T]) -> None:
     try:
-        task.future.set_result(task.call())
+        future.set_result(function())
     except Exception as error:  # the thread's edge: it belongs to whoever asked
-        task.future.set_exception(error)
+        future.set_exception(error)

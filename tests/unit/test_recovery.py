@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from faults import FaultyDevice
@@ -94,6 +97,39 @@ def test_an_index_cut_short_after_a_crash_is_rebuilt_and_not_a_signal(filled, cl
     data = path / "index" / "data.mdb"
     data.write_bytes(damage(data.read_bytes()))
     reopen_and_check(path, clock, namespace, chains)
+
+
+DAMAGED_INDEX_CHILD = """
+import sys
+from pathlib import Path
+from stores import chain_of, get, open_store, payload, put, spec
+from kvstore.clock import ManualClock
+store = open_store(Path(sys.argv[1]), ManualClock(), capacity=16 << 20)
+namespace = store.register_namespace(spec())
+for conversation in range(3):
+    chain = chain_of(namespace, conversation, 40, shared_blocks=10)
+    hit = store.match(namespace, chain).hit_length_blocks
+    found, _ = get(store, namespace, chain)
+    assert all(data == payload(chain[block]) for block, data in found.items()), "wrong bytes"
+    assert set(range(hit)) <= set(found)
+    put(store, namespace, chain_of(namespace, 10 + conversation, 4))
+store.close()
+"""
+
+
+@pytest.mark.parametrize("page", range(2, 7))
+def test_an_index_scribbled_on_after_a_crash_costs_misses_and_no_start(filled, page):
+    """In a process of its own: the worst that an engine reading damaged pages could do is a signal."""
+    path, _, _ = filled
+    (path / "index" / "data.mdb.xxh3").unlink()
+    data = path / "index" / "data.mdb"
+    content = bytearray(data.read_bytes())
+    content[page * 4096 : (page + 1) * 4096] = os.urandom(min(4096, max(0, len(content) - page * 4096)))
+    data.write_bytes(content)
+    for _ in range(2):
+        command = [sys.executable, "-c", DAMAGED_INDEX_CHILD, str(path)]
+        done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
 
 
 def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):

@@ -257,6 +257,7 @@ def test_on_write_classes_are_not_refreshed_by_use(tmp_path, clock):
     put(store, namespace, chain)
     clock.advance(60)
     assert store.match(namespace, chain).hit_length_blocks == 2
+    assert statuses(put(store, namespace, chain)) == [PutStatus.EXISTS] * 2
     clock.advance(60)
     assert store.match(namespace, chain).hit_length_blocks == 0
     store.close()
@@ -502,6 +503,17 @@ def test_state_objects_stand_beside_a_chain_and_do_not_change(store, namespace, 
     assert store.read_state(namespace, chain[0], "swa", "handoff") is None
 
 
+def test_reading_a_state_object_is_counted_and_a_failed_read_is_a_miss(store, namespace, device):
+    chain = chain_of(namespace, 1, 1)
+    data = b"tail"
+    store.submit_put_state(namespace, chain[0], "tail", data, block_checksum(data, chain[0])).result()
+    assert store.read_state(namespace, chain[0], "tail").data == data
+    device.fail_read = True
+    assert store.read_state(namespace, chain[0], "tail") is None
+    counters = store.counters.snapshot()
+    assert (counters["blocks_read"], counters["bytes_read"], counters["blocks_missed"]) == (1, 4, 1)
+
+
 def test_a_snapshot_spares_the_replay_while_it_is_alive(store, clock):
     groups = (
         KvGroup("full", KvGroupKind.FULL, (0,)),
@@ -576,16 +588,16 @@ def test_each_lost_block_is_counted_once_under_its_cause(store, clock):
 def test_a_full_store_rejects_and_says_so_and_keeps_serving(tmp_path, clock):
     store = open_store(tmp_path, clock, capacity=2 << 20)
     namespace = store.register_namespace(spec(4096))
-    chains, results = [], []
+    chains, results, leases = [], [], []
     for conversation in range(100):
         chain = chain_of(namespace, conversation, 8)
         results.append(put(store, namespace, chain))
         chains.append(chain)
-        store.match(namespace, chain, lease_s=60)  # everything is leased, so nothing may go
-    for chain, result in zip(chains, results, strict=True):
-        for block, outcome in enumerate(result):
-            found, _ = get(store, namespace, chain, block, 1)
-            assert (outcome.status is PutStatus.STORED) == (block in found)
+        leases.append(store.match(namespace, chain, lease_s=60).lease)  # so no file may go
+    for chain, result, lease in zip(chains, results, leases, strict=True):
+        stored = [block for block, outcome in enumerate(result) if outcome.status is PutStatus.STORED]
+        found, _ = get(store, namespace, chain, lease=lease)
+        assert sorted(found) == stored
     last = results[-1][-1]
     assert (last.status, last.reason) == (PutStatus.REJECTED, "STORE_FULL")
     assert "store.capacity" in last.detail

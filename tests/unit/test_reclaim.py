@@ -1,0 +1,280 @@
+"""Reclaiming while others use the store: what is moved stays what it was, and nothing stops the puts."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from faults import FaultyDevice
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
+
+from kvstore.clock import ManualClock
+from kvstore.errors import InvalidArgumentError, StorageError
+from kvstore.types import EvictSelection, PutStatus
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+def stored(results):
+    return [result.block for result in results if result.status is PutStatus.STORED]
+
+
+def test_a_delete_during_a_reclaim_is_not_undone(tmp_path, clock):
+    """Deletes race moves of the same blocks for a while; what was acknowledged as deleted must not be readable."""
+    store = open_store(tmp_path, clock, capacity=2 << 20)
+    namespace = store.register_namespace(spec(4096))
+    stop = threading.Event()
+
+    def press():
+        conversation = 1000
+        while not stop.is_set():
+            chain = chain_of(namespace, conversation, 12)
+            put(store, namespace, chain)
+            store.delete(namespace, chain, 4, 8)
+            conversation += 1
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        for conversation in range(150):
+            chain = chain_of(namespace, conversation, 6)
+            put(store, namespace, chain)
+            clock.advance(1)
+            store.match(namespace, chain)
+            store.delete(namespace, chain, 0, 6)
+            assert get(store, namespace, chain)[0] == {}
+            assert store.match(namespace, chain).hit_length_blocks == 0
+    finally:
+        stop.set()
+        presser.join()
+    counters = store.counters.snapshot()
+    assert counters["segments_reclaimed"] > 0
+    assert counters["blocks_deleted"] <= counters["blocks_stored"]
+    store.close()
+
+
+def test_a_put_larger_than_what_is_free_keeps_what_it_acknowledges(tmp_path, clock):
+    """A group that fills segments and makes room in turn must not reclaim what it has just written."""
+    store = open_store(tmp_path, clock, capacity=4 << 20)
+    namespace = store.register_namespace(spec(4096))
+    for conversation in range(40):
+        put(store, namespace, chain_of(namespace, conversation, 20))
+        clock.advance(1)
+        if conversation % 3:
+            store.match(namespace, chain_of(namespace, conversation, 20), lease_s=60)
+    big = chain_of(namespace, 99, 300)
+    results = put(store, namespace, big)
+    found, _ = get(store, namespace, big)
+    assert sorted(found) == stored(results)
+    assert all(data == payload(big[block], 4096) for block, data in found.items())
+    assert du_bytes(tmp_path) <= 4 << 20
+    store.close()
+
+
+def test_leases_on_everything_do_not_stop_the_puts(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=4 << 20)
+    namespace = store.register_namespace(spec(4096))
+    rejected = 0
+    for conversation in range(150):
+        chain = chain_of(namespace, conversation, 10)
+        rejected += 10 - len(stored(put(store, namespace, chain)))
+        store.match(namespace, chain, lease_s=5)
+        clock.advance(1)
+        store.sweep()
+        assert du_bytes(tmp_path) <= 4 << 20
+    assert rejected == 0
+    store.close()
+
+
+def test_one_unreadable_segment_does_not_stop_the_puts(tmp_path, clock, caplog):
+    class OneBadFile(FaultyDevice):
+        bad: Path | None = None
+
+        def read(self, descriptor, buffers, offset_bytes):
+            if self.bad is not None and os.path.samestat(os.fstat(descriptor), self.bad.stat()):
+                raise OSError(errno.EIO, "injected")
+            return super().read(descriptor, buffers, offset_bytes)
+
+    device = OneBadFile()
+    store = open_store(tmp_path, clock, capacity=2 << 20, device=device)
+    namespace = store.register_namespace(spec(4096))
+    put(store, namespace, chain_of(namespace, 0, 8))
+    device.bad = next((tmp_path / "segments").iterdir())
+    for conversation in range(1, 120):
+        clock.advance(2)
+        assert len(stored(put(store, namespace, chain_of(namespace, conversation, 8)))) == 8
+    assert sum("cannot be read" in record.message for record in caplog.records) == 1
+    device.bad = None
+    store.close()
+
+
+@pytest.mark.parametrize("lose_index", [False, True])
+def test_blocks_that_could_not_be_moved_leave_nothing_behind(tmp_path, clock, lose_index):
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 40)
+    put(store, namespace, chain)
+    store._on_writer(lambda: store._writer.seal(1))
+    store.delete(namespace, chain, 10, 30)
+    device.fail_write_after = 12  # a header, then a few moved blocks, then no more
+    store.sweep()
+    device.heal()
+    readable = set(get(store, namespace, chain)[0])
+    assert store.match(namespace, chain).hit_length_blocks == len(readable)
+    assert store.delete(namespace, chain, 0, 40) == len(readable)
+    store.close()
+    if lose_index:
+        for path in (tmp_path / "index").iterdir():
+            path.unlink()
+    store = open_store(tmp_path, clock)
+    assert get(store, namespace, chain)[0] == {}
+    assert store.status().live.blocks == 0
+    store.close()
+
+
+def test_housekeeping_that_fails_does_not_end_the_writer(tmp_path, clock, caplog):
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+
+    def fail():
+        raise ValueError("injected")
+
+    store._writer._housekeeping = fail
+    while not any("housekeeping failed" in record.message for record in caplog.records):
+        store._on_writer(lambda: None)
+    namespace = store.register_namespace(spec())
+    assert len(stored(put(store, namespace, chain_of(namespace, 1, 4)))) == 4
+    store.close()
+
+
+def test_blocks_that_no_longer_fit_a_segment_are_refused_and_others_go_on(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=32 << 20)
+    large, small = store.register_namespace(spec(512 << 10)), store.register_namespace(spec())
+    put(store, large, chain_of(large, 1, 4))
+    store.close()
+    store = open_store(tmp_path, clock, capacity=4 << 20)
+    with pytest.raises(InvalidArgumentError, match=r"store\.segment_size"):
+        put(store, large, chain_of(large, 2, 4))
+    assert len(stored(put(store, small, chain_of(small, 1, 4)))) == 4
+    assert store.match(large, chain_of(large, 1, 4)).hit_length_blocks in (0, 4)
+    store.close()
+
+
+def test_too_few_descriptors_refuse_the_start_and_harm_nothing(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 1) for conversation in range(40)]
+    for chain in chains:
+        put(store, namespace, chain)
+        store._on_writer(lambda: store._writer.seal(1))
+    store.close()
+    before = sorted(path.name for path in (tmp_path / "segments").iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 30, hard))
+    try:
+        with pytest.raises(StorageError, match="Too many open files"):
+            open_store(tmp_path, clock)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert sorted(path.name for path in (tmp_path / "segments").iterdir()) == before
+    store = open_store(tmp_path, clock)
+    assert all(store.match(namespace, chain).hit_length_blocks == 1 for chain in chains)
+    store.close()
+
+
+def test_counting_blocks_while_they_are_put(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    done = threading.Event()
+
+    def write():
+        for conversation in range(60):
+            put(store, namespace, chain_of(namespace, conversation, 8))
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        store.namespaces()
+        store.status()
+    writer.join()
+    assert store.status().live.blocks == store.namespaces()[0][1].blocks
+    store.close()
+
+
+def test_dead_space_goes_before_anything_live(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=2 << 20)
+    namespace = store.register_namespace(spec(4096))
+    chains = [chain_of(namespace, conversation, 10) for conversation in range(30)]
+    for chain in chains:
+        put(store, namespace, chain)
+        store.delete(namespace, chain, 6, 4)  # two fifths of every segment
+    put(store, namespace, chain_of(namespace, 100, 100))
+    assert store.counters.snapshot()["blocks_evicted"] == 0
+    store.close()
+
+
+def test_a_lease_that_no_longer_serves_a_block_means_a_look_up(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain, other = chain_of(namespace, 1, 4), chain_of(namespace, 2, 4)
+    put(store, namespace, chain)
+    put(store, namespace, other)
+    token = store.match(namespace, chain).lease
+    store.delete(namespace, chain, 0, 4)
+    put(store, namespace, chain)
+    assert get(store, namespace, chain, lease=token)[1] == {}
+    assert get(store, namespace, other, lease=token)[1] == {}
+    store.close()
+
+
+def test_a_full_file_system_is_emptied_by_deleting(tmp_path, clock):
+    """The cap lies above what the disk holds; deletes must give room even though the index needs pages to shrink."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        store = open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20)
+        namespace = store.register_namespace(spec(4096))
+        chains = []
+        reasons = set()
+        for conversation in range(400):
+            chains.append(chain_of(namespace, conversation, 8))
+            reasons |= {result.reason for result in put(store, namespace, chains[-1])}
+        assert reasons == {"", "STORE_FULL"}
+        assert_whole(store, namespace, chains[0])
+        store.close()
+        store = open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20)
+        assert_whole(store, namespace, chains[0])
+        for chain in chains:
+            store.delete(namespace, chain, 0, 8)
+        store.sweep()
+        store.sweep()
+        assert len(stored(put(store, namespace, chains[0]))) == 8
+        assert_whole(store, namespace, chains[0])
+        store.close()
+    finally:
+        subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_an_admins_eviction_frees_space_at_once(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec(4096))
+    for conversation in range(20):
+        put(store, namespace, chain_of(namespace, conversation, 10))
+    before = du_bytes(tmp_path)
+    store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    assert du_bytes(tmp_path) < before / 2
+    store.close()
