@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -50,6 +51,8 @@ SERVICE_NAME = "kvstore.v1.BlockStore"
 PUT_GROUP_BYTES = 8 << 20
 # Groups of one put that may wait for the writer; with the one being filled, that bounds what a put can hold in memory.
 PUT_GROUPS_IN_FLIGHT = 2
+# Frames of 1 MiB that a get reads at a time, and so at most holds besides those being sent.
+FRAMES_AHEAD_MAX = 4
 # Rejected blocks whose detail is sent; 65,536 details would not fit in a message. Every block has its reason.
 DETAILS_MAX = 1024
 
@@ -289,16 +292,20 @@ class _PutGroups:
 
 
 async def _send(open_frames: Callable[[], Generator[bytes, None, None]], slot: Slot, context: Context) -> None:
-    """Write frames that a thread produces, one ahead: while a frame travels, the next is read.
+    """Write frames that a thread produces ahead: while some travel, the next are read.
 
-    Returns when all are sent; whatever ends it, the iterator is closed on a thread.
+    The first comes alone, to be early; then ever more are read at a time, because each hand-over between the threads costs
+    about as much as reading a block. Returns when all are sent; whatever ends it, the iterator is closed on a thread.
     """
     source = _Frames(open_frames)
-    ahead = slot.start(source.next)
+    count = 1
+    ahead = slot.start(partial(source.take, count))
     try:
-        while (frame := await ahead) is not None:
-            ahead = slot.start(source.next)
-            await context.write(frame)
+        while frames := await ahead:
+            count = min(2 * count, FRAMES_AHEAD_MAX)
+            ahead = slot.start(partial(source.take, count))
+            for frame in frames:
+                await context.write(frame)
     except BaseException:  # most often the caller has left
         ahead.cancel()
         if ahead.done() and not ahead.cancelled():
@@ -314,11 +321,11 @@ class _Frames:
         self._open = open_frames
         self._frames: Generator[bytes, None, None] | None = None
 
-    def next(self) -> bytes | None:
-        """The next frame; None at the end."""
+    def take(self, count: int) -> list[bytes]:
+        """The next frames, at most `count`; none at the end."""
         if self._frames is None:
             self._frames = self._open()
-        return next(self._frames, None)
+        return list(islice(self._frames, count))
 
     def close(self) -> None:
         """Give back what the generator holds."""
