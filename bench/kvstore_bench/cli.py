@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="kvstore-bench",
     help="Measure kvstore on this machine. Every result carries commit, machine, configuration and seed.\n\n"
-    "\b\nExit codes:\n    0  measured\n    1  a check failed or a server did not start: nothing was measured\n"
+    "\b\nExit codes:\n    0  measured\n    1  a check failed, an answer differed or a server did not start\n"
     "    2  wrong usage\n  130  interrupted",
     no_args_is_help=True,
     add_completion=False,

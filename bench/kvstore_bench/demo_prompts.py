@@ -120,8 +120,7 @@ def conversations() -> dict[str, Conversation]:
 def _agent_system() -> str:
     """A system prompt as agent frameworks make them: instructions, then a JSON schema for each tool."""
     tools = [
-        {"name": tool.__name__, "signature": _signature(tool), "description": _documentation(tool)}
-        for tool in _TOOLS
+        {"name": tool.__name__, "signature": _signature(tool), "description": _documentation(tool)} for tool in _TOOLS
     ]
     return (
         "You are a careful assistant that works on files by calling tools. Call one tool at a time, as JSON with its name "

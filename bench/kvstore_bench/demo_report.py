@@ -137,8 +137,8 @@ def print_demo_report(report: DemoReport) -> None:
 def _table(report: DemoReport) -> Table:
     table = Table(box=SIMPLE_HEAD)
     for name in ("request", "class"):
-        table.add_column(name)
-    for name in ("prompt tokens", "hit tokens", "TTFT cold s", "TTFT hit s", "of which load s", "speed-up", "answers"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt tokens", "hit tokens", "TTFT cold", "TTFT hit", "of which load", "speed-up", "answers"):
         table.add_column(name, justify="right")
     for request in report.requests:
         missing = "" if request.hit_tokens == request.expected_hit_tokens else f" of {request.expected_hit_tokens:,}"
@@ -147,9 +147,9 @@ def _table(report: DemoReport) -> Table:
             request.traffic_class,
             f"{request.prompt_tokens:,}",
             f"{request.hit_tokens:,}{missing}",
-            f"{request.ttft_cold_s:.2f}",
-            f"{request.ttft_hit_s:.2f}",
-            f"{request.load_s:.2f}",
+            f"{request.ttft_cold_s:.2f} s",
+            f"{request.ttft_hit_s:.2f} s",
+            f"{request.load_s:.2f} s",
             f"{request.speed_up:.1f}x",
             "equal" if request.answers_equal else "DIFFERENT",
         )

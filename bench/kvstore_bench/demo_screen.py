@@ -23,14 +23,14 @@ class DemoScreen:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} prompt tokens"),
+            TextColumn("{task.fields[tokens]}"),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
             # Nothing is drawn while a node computes, but after each of its chunks: a thread would take its time.
             auto_refresh=False,
         )
-        self._task = self._progress.add_task("", total=1, visible=False)
+        self._task = self._progress.add_task("", total=1, visible=False, tokens="")
 
     def __enter__(self) -> DemoScreen:
         self._progress.start()
@@ -48,10 +48,11 @@ class DemoScreen:
 
     def begin(self, title: str) -> None:
         """A new bar."""
-        self._progress.reset(self._task, description=title, total=1, visible=True)
+        self._progress.reset(self._task, description=title, total=1, visible=True, tokens="")
         self._progress.refresh()
 
     def advance(self, done_tokens: int, total_tokens: int) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=done_tokens, total=total_tokens)
+        tokens = f"{done_tokens:,} of {total_tokens:,} prompt tokens"
+        self._progress.update(self._task, completed=done_tokens, total=total_tokens, tokens=tokens)
         self._progress.refresh()
