@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from kvstore_bench import cli as bench
 
 from kvstore.cli import admin, server
+from kvstore_bench import cli as bench
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

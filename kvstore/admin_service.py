@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
-from kvstore_api.v1 import admin_pb2 as pb
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.messages import (
@@ -21,6 +20,7 @@ from kvstore.messages import (
 )
 from kvstore.rpc import Context, Handler, RpcEdge, deadline_s
 from kvstore.types import EvictSelection
+from kvstore_api.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -12,12 +12,11 @@ import zlib
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceDigest, NamespaceSpec, ParallelDimension, ReplayMode
-
 from kvstore.errors import ConfigError, CorruptDataDirError, FormatVersionError
 from kvstore.log.format import FORMAT_VERSION
 from kvstore.traffic import MAX_TRAFFIC_CLASSES, RefreshRule, TrafficClass
 from kvstore.types import ClassId, Namespace, NamespaceId, SegmentId
+from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceDigest, NamespaceSpec, ParallelDimension, ReplayMode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

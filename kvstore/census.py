@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvstore_api.limits import HASH_BYTES
 
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr, BlockInfo, ClassUse, Usage
+from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from kvstore_api.namespace import NamespaceDigest
     from numpy.typing import NDArray
 
     from kvstore.catalog import ClassRecord
     from kvstore.expiry import TtlTable
     from kvstore.log.segment import Segment
+    from kvstore_api.namespace import NamespaceDigest
 
 
 def total(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> Usage:

@@ -5,8 +5,9 @@ a group's anchor is the first 7 bytes of the prefix hash just before it, zeros f
 share pages even when all conversations start with one system prompt, and the cost of a match does not grow with the store.
 State objects stand at position 255 under the first 7 bytes of their prefix hash.
 
-Entries are sized so that two groups fill a page: 44 + 8 bytes and LMDB's 10 take 62 of 4,080. Measured with chains of 512 blocks, that is
-88 bytes of index a block; with an anchor of 8 bytes and a value of 12 it was 129, because a page then held little more than one group.
+Entries are sized so that two groups fill a page: 44 + 8 bytes and LMDB's 10 take 62 of 4,080. Measured with chains of 512
+blocks, that is 88 bytes of index a block; with an anchor of 8 bytes and a value of 12 it was 129, because a page then held
+little more than one group.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import lmdb
 import numpy as np
 import xxhash
-from kvstore_api.limits import HASH_BYTES
 
 from kvstore.errors import StorageError, StoreFullError
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
+from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

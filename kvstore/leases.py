@@ -19,9 +19,9 @@ import struct
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvstore_api.limits import HASH_BYTES
 
 from kvstore.index import ADDR_DTYPE
+from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

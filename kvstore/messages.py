@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from google.protobuf import duration_pb2, timestamp_pb2
+
+from kvstore.errors import InvalidArgumentError
 from kvstore_api.framing import join_frame
 from kvstore_api.limits import MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import admin_pb2, block_store_pb2, types_pb2
-
-from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

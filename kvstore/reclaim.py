@@ -208,7 +208,9 @@ class Reclaimer:
                 self._index.commit({}, self._obsolete)
             except KvStoreError as error:
                 # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
-                _log.warning("index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error))
+                _log.warning(
+                    "index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error)
+                )
             else:
                 self._obsolete = []
 
@@ -238,7 +240,9 @@ class Reclaimer:
         try:
             addrs = writer.rewrite(segment.header.class_id, entries, uses)
         except OSError as error:
-            _log.warning("segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), str(error))
+            _log.warning(
+                "segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), str(error)
+            )
             return {}
         return dict(zip(slots, addrs, strict=True))
 

@@ -52,9 +52,7 @@ def _start_over(segments: SegmentSet, index: BlockIndex, why: str, progress: Cal
         index.distrust(f"no room to rebuild it ({error})")
 
 
-def _recover(
-    segments: SegmentSet, index: BlockIndex, found: IndexState, progress: Callable[[int, int], None]
-) -> None:
+def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progress: Callable[[int, int], None]) -> None:
     everything = segments.all()
     retired = [segment for segment in everything if segment.state == fmt.STATE_RETIRED]
     in_use = [segment for segment in everything if segment.state != fmt.STATE_RETIRED]

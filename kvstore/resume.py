@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvstore_api.namespace import KvGroupKind, ReplayMode
-
 from kvstore.types import ResumePlan
+from kvstore_api.namespace import KvGroupKind, ReplayMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import structlog
 from google.protobuf.message import DecodeError, Message
-from kvstore_api.limits import MAX_MESSAGE_BYTES
 
 from kvstore import status
 from kvstore.errors import InvalidArgumentError, KvStoreError
+from kvstore_api.limits import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,6 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvstore_api.limits import MAX_MESSAGE_BYTES
 
 from kvstore import admin_service, service
 from kvstore.admin_service import AdminService
@@ -24,6 +24,7 @@ from kvstore.listen import ListenAddress, check_free, parse_listen
 from kvstore.metrics import Metrics
 from kvstore.service import BlockStoreService, Pools, StoreDoor
 from kvstore.store import LocalStore
+from kvstore_api.limits import MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,6 +74,7 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
         StartError: an address is taken or impossible.
         KvStoreError: the data directory is locked, damaged, of another format, or cannot be used.
     """
+    _raise_file_limit()
     signals = _Signals()
     server = Server(config, clock)
     try:
@@ -120,7 +122,7 @@ class Server:
         """Bind the ports, open the store, serve. The ports answer while the store recovers: health says NOT_SERVING."""
         config = self._config.server
         if config.port_file:
-            Path(config.port_file).unlink(missing_ok=True)  # an old one would send scripts to a dead port
+            _remove_port_file(Path(config.port_file))  # an old one would send scripts to a dead port
         await self._say(health_pb2.HealthCheckResponse.NOT_SERVING)
         listen = self._bind(parse_listen(config.listen))
         metrics = self._serve_metrics(config.metrics_listen)
@@ -228,6 +230,29 @@ def _address_error(key: str, address: str, error: OSError) -> StartError:
     return StartError(reason, f"cannot listen on {address} ({key}): {error.strerror or error}{hint}")
 
 
+def _raise_file_limit() -> None:
+    """Allow this process as many open files as the system lets it have: a segment file takes two descriptors.
+
+    The usual soft limit of 1,024 is made for programs that call `select`, which this one does not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # systems whose hard limit is more than they accept
+        _log.debug("open files not raised", files=soft, hard=hard, error=str(error))
+    else:
+        _log.debug("open files raised", files=hard, before=soft)
+
+
+def _remove_port_file(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _port_file_error(path, error) from None
+
+
 async def _write_port_file(path: Path, content: dict[str, object]) -> None:
     """In one piece: whoever sees the file sees all of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
@@ -236,4 +261,8 @@ async def _write_port_file(path: Path, content: dict[str, object]) -> None:
             await file.write(json.dumps(content) + "\n")
         await aiofiles.os.replace(temporary, path)
     except OSError as error:
-        raise StartError("PORT_FILE", f"cannot write {path} (server.port_file): {error.strerror}") from None
+        raise _port_file_error(path, error) from None
+
+
+def _port_file_error(path: Path, error: OSError) -> StartError:
+    return StartError("PORT_FILE", f"cannot write {path} (server.port_file): {error.strerror}")

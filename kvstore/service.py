@@ -9,12 +9,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
-from kvstore_api.chain import Chain
-from kvstore_api.framing import FrameError, split_frame
-from kvstore_api.limits import HASH_BYTES, MAX_CHAIN_BLOCKS, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
-from kvstore_api.namespace import NamespaceSpec, NamespaceSpecError
-from kvstore_api.v1 import block_store_pb2 as pb
-from kvstore_api.v1 import types_pb2
 
 from kvstore.assembly import BlockAssembler, check_part
 from kvstore.errors import InvalidArgumentError, NamespaceMismatchError, NotServingError, UnknownTrafficClassError
@@ -30,6 +24,12 @@ from kvstore.messages import (
 from kvstore.pool import StorePool, settled
 from kvstore.rpc import Context, Handler, RpcEdge, deadline_s, parse
 from kvstore.types import PutResult, PutStatus
+from kvstore_api.chain import Chain
+from kvstore_api.framing import FrameError, split_frame
+from kvstore_api.limits import HASH_BYTES, MAX_CHAIN_BLOCKS, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
+from kvstore_api.namespace import NamespaceSpec, NamespaceSpecError
+from kvstore_api.v1 import block_store_pb2 as pb
+from kvstore_api.v1 import types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 ERROR_DOMAIN = "kvstore"
 _DETAILS_KEY = "grpc-status-details-bin"
-# Status travels in HTTP/2 trailers, twice: peers refuse trailers beyond 8 KiB.
-_MESSAGE_MAX_CHARS = 1000
+# The message travels in HTTP/2 trailers twice, percent-encoded and, inside the details, in base64: 1 and 4/3 of these bytes at
+# most, and peers refuse trailers beyond 8 KiB.
+_MESSAGE_MAX_BYTES = 2048  # percent-encoded
+_ELLIPSIS = "…"
 
 STATUS_CODES: dict[type[KvStoreError], grpc.StatusCode] = {
     errors.KvStoreError: grpc.StatusCode.INTERNAL,
@@ -59,5 +61,17 @@ async def abort(context: grpc.aio.ServicerContext, error: KvStoreError) -> NoRet
 
 
 def _message(error: KvStoreError) -> str:
-    text = str(error)
-    return text if len(text) <= _MESSAGE_MAX_CHARS else text[: _MESSAGE_MAX_CHARS - 1] + "…"
+    text = str(error).encode(errors="replace").decode()  # a path from the disk may hold what is no Unicode
+    cut_at, used_bytes = 0, 0
+    for place, character in enumerate(text):
+        used_bytes += _encoded_bytes(character)
+        if used_bytes > _MESSAGE_MAX_BYTES:
+            return text[:cut_at] + _ELLIPSIS
+        if used_bytes <= _MESSAGE_MAX_BYTES - _encoded_bytes(_ELLIPSIS):
+            cut_at = place + 1
+    return text
+
+
+def _encoded_bytes(character: str) -> int:
+    """Length in `grpc-message`: each byte that is no printable ASCII, and the percent sign, takes three."""
+    return 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())

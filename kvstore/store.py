@@ -10,10 +10,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
-from kvstore_api import encoding
-from kvstore_api.checksum import block_checksum
-from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
-from kvstore_api.namespace import NamespaceSpecError
 
 from kvstore import census
 from kvstore.counters import StoreCounters
@@ -55,13 +51,15 @@ from kvstore.types import (
     StoreStatus,
     Usage,
 )
+from kvstore_api import encoding
+from kvstore_api.checksum import block_checksum
+from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
+from kvstore_api.namespace import NamespaceSpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from kvstore_api.chain import Chain
-    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
     from kvstore.log.segment import Segment
     from kvstore.traffic import TrafficClass
     from kvstore.types import ReadFrame
+    from kvstore_api.chain import Chain
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
 
 T = TypeVar("T")
 

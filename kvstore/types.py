@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NewType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec, ReplayMode
     from typing_extensions import Buffer
 
     from kvstore.traffic import TrafficClass
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec, ReplayMode
 
 NamespaceId = NewType("NamespaceId", int)  # u32, never reused, not even for the same spec registered again
 SegmentId = NewType("SegmentId", int)  # monotonic, never reused

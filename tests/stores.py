@@ -6,15 +6,15 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvstore_api.chain import Chain
-from kvstore_api.checksum import block_checksum
-from kvstore_api.namespace import NamespaceSpec
-from kvstore_client.hashing import prefix_hashes, prefix_seed
 
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
 from kvstore.store import LocalStore
 from kvstore.types import PutBlock, PutResult
+from kvstore_api.chain import Chain
+from kvstore_api.checksum import block_checksum
+from kvstore_api.namespace import NamespaceSpec
+from kvstore_client.hashing import prefix_hashes, prefix_seed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

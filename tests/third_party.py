@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_FRAME_DATA_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.namespace import NamespaceSpec

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.v1 import block_store_pb2 as pb
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from google.protobuf.message import Message
+
     from kvstore_api.chain import Chain
 
 _REQUESTS: dict[str, type[Message]] = {

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+
 from kvstore_api.limits import MAX_FRAME_DATA_BYTES
 
 if TYPE_CHECKING:

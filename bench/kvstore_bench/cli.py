@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import grpc
 import typer
-from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.processes import ProcessError
 from kvstore_bench.report import make_report, print_report

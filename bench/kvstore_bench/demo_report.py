@@ -8,10 +8,11 @@ from importlib.metadata import version
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kvstore_api.limits import BLOCK_TOKENS
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from kvstore_api.limits import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

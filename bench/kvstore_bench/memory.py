@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvstore_client import ClientConfig, KVStoreClient
-
 from kvstore_bench.processes import Child, Memory, running_store
 from kvstore_bench.workload import CALL_BUDGET_S, CHAIN_BLOCKS, VerificationError, namespace_spec, random_chains
+from kvstore_client import ClientConfig, KVStoreClient
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from kvstore_client import ClientConfig, KVStoreClient
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.smollm2 import MODEL_NAME, SmolLM2, load_smollm2

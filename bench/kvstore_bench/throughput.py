@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 import numpy as np
+
 from kvstore_api.limits import MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import admin_pb2, admin_pb2_grpc
-from kvstore_client import ClientConfig, KVStoreClient, PutStatus
-
 from kvstore_bench.bare_stream import BareStream
 from kvstore_bench.memory import MemoryGrowth, measure_memory, memory_disk_bytes
 from kvstore_bench.processes import Child, running_child, running_store
@@ -31,6 +30,7 @@ from kvstore_bench.workload import (
     namespace_spec,
     round_batches,
 )
+from kvstore_client import ClientConfig, KVStoreClient, PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_api.namespace import NamespaceSpec
 

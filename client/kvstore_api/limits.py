@@ -6,6 +6,7 @@ MIN_BLOCK_BYTES = 1
 MAX_BLOCK_BYTES = 64 << 20
 MAX_STATE_BYTES = 64 << 20
 MAX_STATE_NAME_BYTES = 256
+MAX_SPEC_BYTES = 64 << 10  # a namespace's spec, serialized
 BLOCK_TOKENS = 128
 
 # A client with default options refuses messages over 4 MiB, so no message may come near that in either direction.

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import NewType
 
 from kvstore_api import encoding
-from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MIN_BLOCK_BYTES
+from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_SPEC_BYTES, MIN_BLOCK_BYTES
 from kvstore_api.v1 import types_pb2
 
 NamespaceDigest = NewType("NamespaceDigest", bytes)  # 32 bytes: SHA-256 of the spec
@@ -97,6 +97,9 @@ class NamespaceSpec:
         for key, value in self.labels.items():
             _check_text("labels: key", key)
             _check_text(f"label {key!r}", value, may_be_empty=True)
+        size_bytes = self.to_proto().ByteSize()
+        if size_bytes > MAX_SPEC_BYTES:
+            raise NamespaceSpecError(f"the spec has {size_bytes} bytes, at most {MAX_SPEC_BYTES} are allowed")
 
     def digest(self) -> NamespaceDigest:
         """SHA-256 over every field, tagged and length-prefixed: 32 bytes that name the namespace."""

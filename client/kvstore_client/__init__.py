@@ -21,7 +21,6 @@ from kvstore_api.namespace import (
     ParallelDimension,
     ReplayMode,
 )
-
 from kvstore_client.client import KVStoreClient, NamespaceHandle
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import ClientClosedError, KVStoreConfigError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from google.protobuf.message import DecodeError
+
 from kvstore_api.namespace import ReplayMode
 from kvstore_api.v1 import block_store_pb2, types_pb2
-
 from kvstore_client.errors import BadReplyError, clean_reason
 from kvstore_client.results import (
     NO_RESULT,

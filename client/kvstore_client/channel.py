@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
+
 from kvstore_api.limits import MAX_MESSAGE_BYTES
 from kvstore_api.v1 import block_store_pb2
-
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
 from kvstore_client.stats import Health, StatsBook
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_STATE_BYTES
 from kvstore_api.v1 import block_store_pb2, types_pb2
-
 from kvstore_client import answers, requests
 from kvstore_client.budget import Budget, check_budget_s
 from kvstore_client.buffers import blocks_to_read, blocks_to_write, byte_view
@@ -44,10 +43,10 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import numpy as np
-    from kvstore_api.chain import Chain, PrefixHash
-    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
     from numpy.typing import NDArray
 
+    from kvstore_api.chain import Chain, PrefixHash
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
     from kvstore_client.channel import Connection, Methods
     from kvstore_client.stats import ClientStats
 

@@ -13,6 +13,7 @@ import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from kvstore_api import encoding
 from kvstore_api.chain import Chain
 from kvstore_api.limits import BLOCK_TOKENS, HASH_BYTES, MAX_CHAIN_BLOCKS

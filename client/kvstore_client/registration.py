@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import grpc
 from google.protobuf.message import DecodeError
+
 from kvstore_api.limits import HASH_BYTES
 from kvstore_api.v1 import block_store_pb2
-
 from kvstore_client.errors import (
     BadReplyError,
     CallFailedError,

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
+
 from kvstore_api.chain import Chain
 from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
 from kvstore_api.v1 import block_store_pb2

@@ -11,11 +11,11 @@ import threading
 from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.framing import FrameError, join_frame, split_frame
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import block_store_pb2
-
 from kvstore_client.errors import BadReplyError, clean_reason
 from kvstore_client.results import BLOCK_OK, CORRUPT, NO_RESULT, NOT_FOUND
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvstore_api.chain import Chain
-
     from kvstore_client.buffers import BlockBuffers
     from kvstore_client.results import Failure
 

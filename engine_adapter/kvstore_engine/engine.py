@@ -94,11 +94,16 @@ class Engine:
         max_running: int = 8,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Args:
-        chunk_tokens: prompt tokens per step. Chunks end at absolute multiples of it, so when it divides 128, a
-            prefill resumed after a hit runs the very chunks a cold one runs, and its results are the same bits.
-            Larger chunks prefill faster, but make a hit's results equal only up to rounding.
-        max_running: requests decoded together.
+        """Join the parts; nothing is computed before the first step.
+
+        Args:
+            eos_ids: tokens that end a request.
+            chunk_tokens: prompt tokens per step. Chunks end at absolute multiples of it, so when it divides 128, a
+                prefill resumed after a hit runs the very chunks a cold one runs, and on the same kind of machine with
+                as many threads its results are the same bits. Larger chunks prefill faster (by a sixth for 256), but
+                make a hit's results equal only up to rounding.
+            max_running: requests decoded together.
+            clock: seconds from any starting point, for the times in `Generation`.
         """
         if chunk_tokens < 1 or max_running < 1:
             raise ValueError(f"chunk_tokens ({chunk_tokens}) and max_running ({max_running}) must be at least 1")
@@ -143,8 +148,9 @@ class Engine:
                 self.step()
                 if on_prefill and not was_prefilled and request.computed_tokens:
                     on_prefill(request.computed_tokens, len(request.prompt))
-                for token in request.output[reported:] if on_token else ():
-                    on_token(token)
+                if on_token:
+                    for token in request.output[reported:]:
+                        on_token(token)
                 reported = len(request.output)
         finally:
             self.cancel(request)
@@ -188,7 +194,7 @@ class Engine:
         if not request.prompt:
             raise ValueError("the prompt is empty")
         vocab_size = self._model.config.vocab_size
-        if not (0 <= min(request.prompt) and max(request.prompt) < vocab_size):
+        if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
             raise ValueError(f"the prompt has token ids outside [0, {vocab_size})")
         total = len(request.prompt) + request.params.max_new_tokens
         if total > self._model.config.max_positions:
@@ -258,8 +264,9 @@ class Engine:
         spans = [Span(request.block_ids, request.computed_tokens, 1) for request in requests]
         hidden = self._model.forward([request.output[-1] for request in requests], spans, self._pool)
         for request, logits in zip(requests, self._model.logits(hidden), strict=True):
+            token = request.sampler.sample(logits)
             request.computed_tokens += 1
-            request.output.append(request.sampler.sample(logits))
+            request.output.append(token)
         elapsed = self._clock() - started
         for request in requests:
             request.decode_s += elapsed

@@ -69,7 +69,7 @@ def open_gguf(path: Path) -> GGUFReader:
     """Map a GGUF file and parse its metadata. Raises: ModelFileError: it is missing or is not a GGUF file."""
     try:
         return GGUFReader(path)
-    except (OSError, ValueError, IndexError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise ModelFileError(f"cannot read {path} as a GGUF file: {error}") from error
 
 

@@ -41,7 +41,7 @@ class KVPool:
         self.kv = torch.zeros(num_blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim, dtype=dtype)
         self.block_bytes = self.kv[0].nbytes
         # numpy has no bfloat16, hence the detour over uint8; it copies nothing.
-        self._memory = memoryview(self.kv.view(torch.uint8).reshape(-1).numpy())
+        self._memory = self.kv.view(torch.uint8).reshape(-1).numpy().data
         self._free = list(reversed(range(num_blocks)))
         self._is_free = [True] * num_blocks
 
@@ -83,9 +83,7 @@ class KVPool:
         self._check(block_id)
         return self._memory[block_id * self.block_bytes : (block_id + 1) * self.block_bytes]
 
-    def write(
-        self, layer: int, block_ids: Sequence[int], start: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, block_ids: Sequence[int], start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store one layer's KV of a sequence's tokens [start, start + T).
 
         Args:
@@ -105,8 +103,8 @@ class KVPool:
     def gather(self, layer: int, block_ids: Sequence[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values of a sequence's first `length` tokens, each (kv_heads, length, head_dim).
 
-        A copy: attention over contiguous memory is worth more on a CPU than the copy costs (one `cat` of the pages
-        is also twice as fast as fancy indexing followed by a transpose).
+        A copy: attention over contiguous memory is worth more on a CPU than the copy costs. One `cat` of the pages
+        is twice as fast as fancy indexing followed by a transpose.
         """
         full_blocks, rest = divmod(length, BLOCK_TOKENS)
         pages = [self.kv[block_id, layer] for block_id in block_ids[:full_blocks]]

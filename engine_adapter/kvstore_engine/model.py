@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def random_weights(config: LlamaConfig, seed: int, *, tied: bool = True) -> Llam
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         # Scaled by fan-in, so that activations keep their size and attention is neither flat nor saturated.
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
 
     def norm() -> torch.Tensor:
         return 1 + 0.1 * torch.randn(config.hidden_size, generator=generator)
@@ -140,8 +141,8 @@ class Llama:
     def _project(self, hidden: torch.Tensor, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries (T, heads, head_dim); keys and values (T, kv_heads, head_dim)."""
         config = self.config
-        heads = F.linear(hidden, qkv).unflatten(-1, (config.heads + 2 * config.kv_heads, config.head_dim))
-        query, key, value = heads.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        heads = F.linear(hidden, qkv).view(-1, config.heads + 2 * config.kv_heads, config.head_dim)
+        query, key, value = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], dim=1)
         return query, key, value
 
 

@@ -47,7 +47,9 @@ class Sampler:
 
     def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unnormalised probabilities and ids of the tokens that may be chosen, likeliest first."""
-        scaled, token_ids = (logits.float() / self._params.temperature).sort(descending=True, stable=True)
+        # Relative to the maximum, so that no temperature, however small, makes infinities of likely tokens.
+        relative = (logits.float() - logits.max()) / self._params.temperature
+        scaled, token_ids = relative.sort(descending=True, stable=True)
         if self._params.top_k:
             scaled, token_ids = scaled[: self._params.top_k], token_ids[: self._params.top_k]
         probabilities = scaled.softmax(-1)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
-from kvstore_api.v1 import admin_pb2_grpc
 
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_values import format_duration
+from kvstore_api.v1 import admin_pb2_grpc
 
 if TYPE_CHECKING:
     import typer

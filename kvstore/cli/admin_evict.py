@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from google.protobuf import duration_pb2
-from kvstore_api.v1 import admin_pb2
 
 from kvstore.cli.admin_client import CHANGE_TIMEOUT_S, call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode, usage_error
@@ -20,6 +19,7 @@ from kvstore.cli.admin_values import (
     parse_share,
 )
 from kvstore.cli.output import Result, Section, Sentence
+from kvstore_api.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

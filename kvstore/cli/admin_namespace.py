@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from kvstore_api.namespace import KvGroup, NamespaceSpec, NamespaceSpecError, ParallelDimension
-from kvstore_api.v1 import admin_pb2
 
 from kvstore.cli.admin_client import CHANGE_TIMEOUT_S, call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_values import format_amount, format_bytes, parse_hex_prefix
 from kvstore.cli.output import Cell, Digest, Facts, Listing, Result, Section, Sentence, format_time, time_of
+from kvstore_api.namespace import KvGroup, NamespaceSpec, NamespaceSpecError, ParallelDimension
+from kvstore_api.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -113,10 +113,14 @@ def list_namespaces(ctx: typer.Context) -> NamespaceList:
 
     RPC: Admin.ListNamespaces. Example: kvstore-admin namespace list
     """
-    answer: admin_pb2.ListNamespacesResponse = call(
-        session_of(ctx), "ListNamespaces", admin_pb2.ListNamespacesRequest()
-    )
-    return NamespaceList([_namespace(info) for info in answer.namespaces])
+    session, request = session_of(ctx), admin_pb2.ListNamespacesRequest()
+    namespaces: list[Namespace] = []
+    while True:
+        answer: admin_pb2.ListNamespacesResponse = call(session, "ListNamespaces", request)
+        namespaces += map(_namespace, answer.namespaces)
+        if not answer.next_page_token:
+            return NamespaceList(namespaces)
+        request.page_token = answer.next_page_token
 
 
 @app.command("show")

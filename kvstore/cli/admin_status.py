@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from kvstore_api.v1 import admin_pb2
 
 from kvstore.cli.admin_client import call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_ttl import ClassUsage, class_listing, class_usage
 from kvstore.cli.admin_values import format_amount, format_bytes
 from kvstore.cli.output import Cell, Facts, Listing, Result, Section, format_time, time_of
+from kvstore_api.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

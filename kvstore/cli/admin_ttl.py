@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from google.protobuf import duration_pb2
-from kvstore_api.v1 import admin_pb2, types_pb2
 
 from kvstore.cli.admin_client import call, session_of
 from kvstore.cli.admin_values import check_class_name, format_bytes, format_duration, parse_duration
 from kvstore.cli.output import Cell, Listing, Result, Section, Sentence
+from kvstore_api.v1 import admin_pb2, types_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

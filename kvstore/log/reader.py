@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvstore_api.checksum import block_checksum
-from kvstore_api.limits import HASH_BYTES, MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 
 from kvstore.log import format as fmt
 from kvstore.types import Miss, ReadFrame
+from kvstore_api.checksum import block_checksum
+from kvstore_api.limits import HASH_BYTES, MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from stores import chain_of, get, open_store, payload, put, spec
 
 from kvstore.clock import SystemClock
 from kvstore.types import PutStatus
+from stores import chain_of, get, open_store, payload, put, spec
 
 CHILD = """
 import sys

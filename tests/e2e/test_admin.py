@@ -13,15 +13,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
-from serving import RunningServer, running_server
 
 from kvstore.cli import admin
+from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
+from serving import RunningServer, running_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -220,6 +220,16 @@ class TestWhatCommandsSay:
     def test_version_and_help_need_no_server(self, store: Store):
         assert run(store.server, "--version").out.startswith("kvstore-admin ")
         assert "Exit codes" in run(store.server, "--help").out
+
+
+def test_namespace_list_follows_the_pages(tmp_path: Path):
+    labels = {f"label {number}": "v" * 4096 for number in range(15)}
+    with running_server(tmp_path / "data") as server, connected(server) as client:
+        for number in range(40):
+            handle = client.namespace(replace(spec(f"model {number}"), labels=labels))
+            handle.match(handle.chain(range(128)), budget_s=BUDGET_S)
+        listed = ok_json(server, "namespace", "list")
+        assert [item["spec"]["model"] for item in listed["namespaces"]] == [f"model {n}" for n in range(40)]
 
 
 class TestDryRuns:

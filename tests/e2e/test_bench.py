@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from kvstore_bench import cli
 from kvstore_bench.machine import describe_machine
 from kvstore_bench.processes import Child

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, ParallelDimension
 from serving import running_server, start_server
 

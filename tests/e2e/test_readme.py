@@ -28,11 +28,21 @@ def test_the_readmes_first_hit(tmp_path):
     server = subprocess.Popen(["bash", "-c", f"exec {server_command}"], cwd=tmp_path, env=environment)
     try:
         while server.poll() is None:
-            if subprocess.run(["kvstore-admin", "status"], env=environment, capture_output=True, check=False).returncode == 0:
+            if (
+                subprocess.run(
+                    ["kvstore-admin", "status"], env=environment, capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
                 break
             time.sleep(0.2)
         done = subprocess.run(
-            ["bash", "-e", "-c", client_block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            ["bash", "-e", "-c", client_block],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         assert "7 stored, 0 were there, 0 rejected" in done.stdout

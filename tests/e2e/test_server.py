@@ -12,6 +12,8 @@ import pytest
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvstore.server import version
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_CHAIN_BLOCKS, MAX_FRAME_DATA_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceSpec, ReplayMode
@@ -34,8 +36,6 @@ from third_party import (
     put_messages,
     refused,
 )
-
-from kvstore.server import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -435,6 +435,20 @@ BAD_CALLS: dict[str, tuple[Callable[[Client, bytes, list[bytes]], object], grpc.
         "UNKNOWN_TRAFFIC_CLASS",
         "agnet",
     ),
+    "match: unknown class with a long name beyond ASCII": (
+        lambda client, namespace, chain: client.match(namespace, chain, traffic_class="层🧱" * 1500),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "UNKNOWN_TRAFFIC_CLASS",
+        "层🧱" * 30,
+    ),
+    "find blocks: long text beyond ASCII": (
+        lambda client, namespace, chain: client.admin.FindBlocks(
+            admin_pb2.FindBlocksRequest(prefix_hash_hex="🧱" * 3000)
+        ),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_ARGUMENT",
+        "🧱" * 60,
+    ),
     "put: unknown class": (
         lambda client, namespace, chain: client.put(header(namespace, chain, traffic_class="agnet")),
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -551,6 +565,25 @@ BAD_CALLS: dict[str, tuple[Callable[[Client, bytes, list[bytes]], object], grpc.
         "INVALID_ARGUMENT",
         "whole seconds",
     ),
+    **{
+        f"list namespaces: token {token!r}": (
+            lambda client, namespace, chain, token=token: client.admin.ListNamespaces(
+                admin_pb2.ListNamespacesRequest(page_token=token)
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "page_token",
+        )
+        for token in ("x", "-1", "0", "1.0", " 1", "\u0661", "4294967296", "9" * 80)
+    },
+    "register: a spec of more than 64 KiB": (
+        lambda client, namespace, chain: client.register(
+            make_spec(1000, labels={f"label {number}": "v" * 4096 for number in range(17)})
+        ),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_ARGUMENT",
+        "at most 65536",
+    ),
     "namespace: no such": (
         lambda client, namespace, chain: client.admin.GetNamespace(
             admin_pb2.GetNamespaceRequest(namespace_hex="0" * 64)
@@ -651,6 +684,31 @@ def test_operators_see_and_change_what_there_is(tmp_path):
         client.admin.DropNamespace(drop)
         with refused(grpc.StatusCode.NOT_FOUND, "NAMESPACE_NOT_FOUND"):
             client.match(namespace, chain)
+
+
+def namespace_pages(client: Client) -> Iterator[list[admin_pb2.NamespaceInfo]]:
+    token = None
+    while token != "":
+        answer = client.admin.ListNamespaces(admin_pb2.ListNamespacesRequest(page_token=token))
+        assert answer.ByteSize() < (1 << 20) + 1000
+        yield list(answer.namespaces)
+        token = answer.next_page_token
+
+
+def test_more_namespaces_than_fit_in_a_message_come_in_pages(tmp_path):
+    labels = {f"label {number}": "v" * 4096 for number in range(15)}
+    with running_server(tmp_path / "data") as server, connected(server) as client:
+        assert list(namespace_pages(client)) == [[]]
+        digests = [client.register(make_spec(1000, f"model {number}", labels=labels)) for number in range(80)]
+        pages = list(namespace_pages(client))
+        assert [info.namespace for page in pages for info in page] == digests
+        assert [len(page) for page in pages] == [16, 16, 16, 16, 16]
+        pages_while_one_goes = namespace_pages(client)
+        seen = next(pages_while_one_goes)
+        for gone in (seen[-1], pages[1][0]):  # the one that the token names, and the one after it
+            client.admin.DropNamespace(admin_pb2.DropNamespaceRequest(namespace_hex=gone.namespace.hex()))
+        seen += [info for page in pages_while_one_goes for info in page]
+        assert [info.namespace for info in seen] == [*digests[:16], *digests[17:]]
 
 
 def test_health_knows_the_services(client):

@@ -7,20 +7,25 @@ import json
 import os
 import queue
 import re
+import resource
 import signal
 import socket
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvstore.server import version
 from kvstore_api.limits import MAX_CHAIN_BLOCKS, MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import admin_pb2, types_pb2
 from kvstore_api.v1 import block_store_pb2 as pb
 from serving import RunningServer, run_server, running_server, start_server
 from third_party import (
     REFERENCE_BLOCK_BYTES,
+    REJECTED,
     STORED,
     UNKNOWN,
     WAIT_S,
@@ -37,8 +42,6 @@ from third_party import (
     scrape,
     until,
 )
-
-from kvstore.server import version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,6 +180,69 @@ def test_cancelled_gets_and_puts_leave_no_places_threads_or_files_behind(tmp_pat
         until(lambda: len(os.listdir(f"/proc/{server.pid}/task")) <= threads + 4)
         assert len(client.get(namespace, chain)[0]) == 200
         assert "call failed" not in server.log()
+
+
+def resident_bytes(pid: int) -> int:
+    (line,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return int(line) * 1024
+
+
+def test_sizes_that_are_only_announced_take_no_memory(tmp_path):
+    with running_server(tmp_path / "data") as server, connected(server) as client:
+        chain = make_chain("announced", 1)
+        large, small = client.register(make_spec(64 << 20)), client.register(make_spec(1000))
+        state = pb.PutStateHeader(namespace=small, prefix_hash=chain[0], name="swa", size_bytes=64 << 20)
+        part = pb.PutBlocksRequest(blocks=[0], checksums=[1], sizes=[64 << 20], data=b"x")
+        before_bytes = resident_bytes(server.pid)
+        hold = threading.Event()
+
+        def kept_open(*messages: object) -> Iterator[object]:
+            yield from messages
+            hold.wait(WAIT_S)
+
+        calls = [
+            call
+            for _ in range(8)
+            for call in (
+                client.blocks.PutBlocks.future(kept_open(header(large, chain), part)),
+                client.blocks.PutBlocks.future(kept_open(header(small, chain), part)),
+                client.blocks.PutState.future(
+                    kept_open(pb.PutStateRequest(header=state), pb.PutStateRequest(data=b"x"))
+                ),
+            )
+        ]
+        until(lambda: scrape(server)['kvstore_pool_pending{pool="write"}'] == len(calls))
+        # The first part of each is in once the server has answered calls that came after it.
+        assert client.put_blocks(small, chain, 1000)[0].status == STORED
+        grown_bytes = resident_bytes(server.pid) - before_bytes
+        hold.set()
+        for call in calls:
+            assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert grown_bytes < 256 << 20
+
+
+def test_a_small_block_in_a_large_message_does_not_keep_the_message(tmp_path):
+    with running_server(tmp_path / "data") as server, connected(server) as client:
+        namespace = client.register(make_spec(1))
+        chain = make_chain("small in large", 600)
+        before_bytes = resident_bytes(server.pid)
+
+        def messages() -> Iterator[pb.PutBlocksRequest]:
+            yield header(namespace, chain)
+            for block in range(0, 600, 2):
+                good = frame_of(chain, [block], 1)
+                yield pb.PutBlocksRequest(
+                    blocks=[block, block + 1],
+                    checksums=[good.checksums[0], 1],
+                    sizes=[1, MAX_FRAME_DATA_BYTES - 1],
+                    data=good.data + bytes(MAX_FRAME_DATA_BYTES - 1),
+                )
+
+        results = client.put(*messages())
+        assert [result.status for result in results] == [STORED, REJECTED] * 300
+        assert {result.reason for result in results[1::2]} == {"WRONG_SIZE"}
+        assert scrape(server)["kvstore_blocks_rejected_total"] == 300
+        assert resident_bytes(server.pid) - before_bytes < 128 << 20
 
 
 def test_excess_gets_are_refused_and_match_and_health_go_on(tmp_path):
@@ -397,6 +463,26 @@ def test_a_port_file_that_cannot_be_written_stops_the_start(tmp_path):
         *("--port-file", str(tmp_path / "absent" / "ports")),
     )
     assert error.endswith("[PORT_FILE]")
+
+
+@pytest.mark.parametrize("name", ["", "a" * 300])
+def test_a_port_file_that_cannot_be_a_file_stops_the_start(tmp_path, name):
+    flags = ("--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", "--metrics-listen", "")
+    message = refusal(*flags, "--port-file", f"{tmp_path}/{name}")
+    assert "server.port_file" in message
+    assert "PORT_FILE" in message
+
+
+def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))  # a child begins with it
+    try:
+        with running_server(tmp_path / "data", env={"KVSTORE_LOG__LEVEL": "debug"}) as server:
+            assert resource.prlimit(server.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+            (line,) = [line for line in map(json.loads, server.log().splitlines()) if "files" in line]
+            assert (line["level"], line["files"], line["before"]) == ("debug", hard, 256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_config_typos_stop_the_start_and_name_the_right_key(tmp_path):

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers.modeling_utils
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaConfig as ReferenceConfig
+
 from kvstore_engine.engine import Engine
 from kvstore_engine.gguf_loader import load_model, open_gguf, smollm2_gguf_path
 from kvstore_engine.hook import LoadedPrefix
@@ -15,9 +19,6 @@ from kvstore_engine.kv_pool import KVPool
 from kvstore_engine.model import Llama, LlamaConfig, LlamaWeights, Span, random_weights
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.tokenizer import Tokenizer
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-from transformers import LlamaConfig as ReferenceConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

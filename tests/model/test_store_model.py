@@ -9,12 +9,12 @@ from pathlib import Path
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from stores import chain_of, du_bytes, get, open_store, payload, put, spec
 
 from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.log import format as fmt
 from kvstore.types import EvictSelection, PutStatus
+from stores import chain_of, du_bytes, get, open_store, payload, put, spec
 
 CAPACITY = 1 << 20  # 16 segments of 64 KiB: 14 blocks of a page each
 CHAIN_BLOCKS = 6

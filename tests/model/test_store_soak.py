@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from stores import chain_of, du_bytes, get, open_store, payload, put, spec
 
 from kvstore.clock import ManualClock
 from kvstore.types import PutStatus
+from stores import chain_of, du_bytes, get, open_store, payload, put, spec
 
 
 def run(tmp_path, operations: int, check_every: int) -> None:

@@ -17,7 +17,6 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_api.namespace import KvGroupKind
 
 from kvstore.cli.admin import globals_first
 from kvstore.cli.admin_client import command_error
@@ -34,6 +33,7 @@ from kvstore.cli.admin_values import (
     parse_share,
 )
 from kvstore.cli.output import Digest, Facts, Listing, OutputFormat, Result, Section, Sentence, emit, printable, to_json
+from kvstore_api.namespace import KvGroupKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES
-from kvstore_api.v1.block_store_pb2 import PutBlocksRequest
 
 from kvstore.assembly import BlockAssembler
 from kvstore.errors import InvalidArgumentError
+from kvstore.types import PutBlock, PutResult, PutStatus
+from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES
+from kvstore_api.v1.block_store_pb2 import PutBlocksRequest
 
 SIZE = 10
 
@@ -22,8 +25,14 @@ def frame(blocks: list[int], checksums: list[int] | None = None, **fields: objec
     return PutBlocksRequest(blocks=blocks, checksums=checksums or [block + 100 for block in blocks], **fields)
 
 
-def add(put: BlockAssembler, message: PutBlocksRequest, data: bytes) -> list[tuple[int, bytes, int]]:
-    return [(block.block, bytes(block.data), block.checksum) for block in put.add(message, memoryview(data))]
+def add(put: BlockAssembler, message: PutBlocksRequest, data: bytes) -> list[tuple[int, bytes, int] | PutResult]:
+    arrived = put.add(message, memoryview(data))
+    return [(it.block, bytes(it.data), it.checksum) if isinstance(it, PutBlock) else it for it in arrived]
+
+
+def wrong_size(block: int, size: int, block_bytes: int = SIZE) -> PutResult:
+    detail = f"block {block} has {size} bytes, the namespace's blocks have {block_bytes}"
+    return PutResult(block, PutStatus.REJECTED, "WRONG_SIZE", detail)
 
 
 def test_whole_blocks_are_views_into_their_frame():
@@ -47,15 +56,55 @@ def test_a_block_in_parts_comes_when_it_is_whole():
     put.finish()
 
 
-def test_blocks_of_a_wrong_size_come_as_they_are():
+def test_blocks_of_a_wrong_size_come_as_rejections():
     put = assembler()
     assert add(put, frame([5, 6, 7], sizes=[3, 0, 10]), b"abc0123456789") == [
-        (5, b"abc", 105),
-        (6, b"", 106),
+        wrong_size(5, 3),
+        wrong_size(6, 0),
         (7, b"0123456789", 107),
     ]
     assert add(put, frame([8], sizes=[4]), b"ab") == []
-    assert add(put, frame([8], sizes=[4], offset_bytes=2), b"cd") == [(8, b"abcd", 108)]
+    assert add(put, frame([8], sizes=[4], offset_bytes=2), b"cd") == [wrong_size(8, 4)]
+    assert add(put, frame([9]), b"0123456789") == [(9, b"0123456789", 109)]
+    put.finish()
+
+
+@pytest.mark.parametrize(
+    ("offset", "data", "complaint"),
+    [
+        (3, b"c", "begins at byte 3 of block 5, of which 2 of 4 bytes"),
+        (2, b"cde", "ends at byte 5 of block 5, of which 2 of 4 bytes"),
+        (2, b"", "without bytes inside block 5"),
+    ],
+)
+def test_parts_of_a_block_of_a_wrong_size_are_checked_all_the_same(offset, data, complaint):
+    put = assembler()
+    add(put, frame([5], sizes=[4]), b"ab")
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        add(put, frame([5], sizes=[4], offset_bytes=offset), data)
+    with pytest.raises(InvalidArgumentError, match="ended inside block 5, of which 2 of 4 bytes have come"):
+        put.finish()
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "part_bytes", "kept_bytes_max"),
+    [
+        (MAX_BLOCK_BYTES, 1, 1 << 16),  # what has arrived is kept, not what was announced
+        (MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES, 11 * MAX_FRAME_DATA_BYTES),
+        (SIZE, MAX_FRAME_DATA_BYTES, 1 << 16),  # nothing of a block that will be rejected
+    ],
+)
+def test_a_large_size_costs_no_more_memory_than_bytes_that_arrive(block_bytes, part_bytes, kept_bytes_max):
+    put = assembler(block_bytes=block_bytes)
+    part = bytes(part_bytes)
+    tracemalloc.start()
+    try:
+        for number in range(9):
+            add(put, frame([5], sizes=[MAX_BLOCK_BYTES], offset_bytes=number * part_bytes), part)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes <= kept_bytes_max
 
 
 @pytest.mark.parametrize(
@@ -119,7 +168,10 @@ def test_nothing_of_a_broken_frame_gets_through():
     assert add(put, frame([5]), b"0123456789") == [(5, b"0123456789", 105)]
 
 
-@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=8), st.integers(1, 12), st.data())
+BLOCKS = st.one_of(st.binary(min_size=1, max_size=40), st.binary(min_size=20, max_size=20))
+
+
+@given(st.lists(BLOCKS, min_size=1, max_size=8), st.integers(1, 12), st.data())
 def test_any_split_into_frames_gives_the_same_blocks(blocks, part_bytes, data):
     put = assembler(0, len(blocks), 20)
     arrived = []
@@ -130,4 +182,7 @@ def test_any_split_into_frames_gives_the_same_blocks(blocks, part_bytes, data):
             part = block[offset : offset + step]
             arrived += add(put, frame([number], sizes=[len(block)], offset_bytes=offset), part)
     put.finish()
-    assert arrived == [(number, block, number + 100) for number, block in enumerate(blocks)]
+    assert arrived == [
+        (number, block, number + 100) if len(block) == 20 else wrong_size(number, len(block), 20)
+        for number, block in enumerate(blocks)
+    ]

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+
 from kvstore_client.buffers import blocks_to_read, blocks_to_write, byte_view
 
 SIZE = 64

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import grpc
 import pytest
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import (

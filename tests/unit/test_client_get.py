@@ -8,6 +8,7 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec, prefix_hashes

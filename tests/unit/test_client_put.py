@@ -7,6 +7,7 @@ import random
 import grpc
 import numpy as np
 import pytest
+
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import block_store_pb2 as pb

@@ -170,6 +170,77 @@ def test_an_impossible_value_is_refused_with_key_value_and_origin(tmp_path, toml
     assert "pydantic" not in message
 
 
+NUMBERS = [
+    key for key in known_keys(["agent"]) if key[-1].endswith(("_s", "_max", "_threads", "capacity", "_size", "_queue"))
+]
+
+
+@pytest.mark.parametrize("key", NUMBERS, ids=".".join)
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_a_boolean_is_no_number(tmp_path, key, value):
+    message = refusal(tmp_path, f"[{'.'.join(key[:-1])}]\n{key[-1]} = {value}")
+    assert message.startswith(f"{'.'.join(key)} is '{value.capitalize()}' (file ")
+    assert "a boolean" in message
+
+
+def test_every_number_is_tried_as_a_boolean():
+    numeric = [
+        setting.key
+        for setting in load_config().settings
+        if isinstance(setting.value, int | float) and not isinstance(setting.value, bool)
+    ]
+    assert {key for key in numeric if key[0] != "traffic_classes" or key[1] == "agent"} == set(NUMBERS)
+
+
+@pytest.mark.parametrize("key", ["store.capacity", "store.segment_size", "store.put_queue"])
+@pytest.mark.parametrize(
+    "value", ["'2EiB'", "'1025PiB'", f"{2**60 + 1}", "9" * 400, "'9e999B'", f"'{'9' * 400}'", "inf"]
+)
+def test_a_size_over_1_eib_is_refused(tmp_path, key, value):
+    section, name = key.split(".")
+    assert refusal(tmp_path, f"[{section}]\n{name} = {value}").startswith(f"{key} is ")
+
+
+def test_a_capacity_of_1_eib_is_taken(tmp_path):
+    assert load(tmp_path, '[store]\ncapacity = "1EiB"').config.store.capacity == 1 << 60
+
+
+@pytest.mark.parametrize(
+    ("toml", "start", "words"),
+    [
+        ('[server]\ndata_dir = ""', "server.data_dir is '' (file ", "empty"),
+        ('[server]\ndata_dir = "a\\u0000b"', "server.data_dir is 'a\\x00b' (file ", "NUL"),
+        ('[server]\nport_file = "a\\u0000b"', "server.port_file is 'a\\x00b' (file ", "NUL"),
+        ('[server]\nlisten = "unix:/a\\u0000b"', "server.listen is 'unix:/a\\x00b' (file ", "NUL"),
+        ('[server]\nlisten = "a..b:1"\nallow_remote = true', "server.listen is 'a..b:1' (file ", "host name"),
+        (
+            f'[server]\nmetrics_listen = "{"a" * 64}:1"\nallow_remote = true',
+            "server.metrics_listen is 'aaaa",
+            "host name",
+        ),
+    ],
+)
+def test_a_path_or_address_that_no_system_call_takes_is_refused(tmp_path, toml, start, words):
+    message = refusal(tmp_path, toml)
+    assert message.startswith(start)
+    assert words in message
+
+
+def test_a_path_in_the_environment_that_is_no_utf_8_is_refused(tmp_path):
+    message = refusal(tmp_path, environment={"KVSTORE_SERVER__DATA_DIR": "/data/\udcff"})
+    assert message.startswith("server.data_dir is '/data/\\udcff' (environment KVSTORE_SERVER__DATA_DIR): ")
+    assert "UTF-8" in message
+
+
+@pytest.mark.parametrize(
+    "toml",
+    ["[store]\ncapacity = " + "9" * 5000, "x = " + "[" * 5000, "a" + ".b" * 3000 + " = 1"],
+    ids=["digits", "lists", "keys"],
+)
+def test_toml_that_breaks_its_reader_is_refused_as_any_other(tmp_path, toml):
+    assert refusal(tmp_path, toml).startswith(f"{tmp_path}/kvstore.toml is no TOML")
+
+
 def test_an_impossible_value_in_the_environment_names_the_variable(tmp_path):
     message = refusal(tmp_path, environment={"KVSTORE_STORE__CAPACITY": "much"})
     assert message.startswith("store.capacity is 'much' (environment KVSTORE_STORE__CAPACITY): ")

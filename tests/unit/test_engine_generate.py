@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from kvstore_engine.engine import Engine, Request
 from kvstore_engine.hook import LoadedPrefix
 from kvstore_engine.kv_pool import KVPool

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from kvstore_engine.gguf_loader import (
     ModelFileError,
     load_model,

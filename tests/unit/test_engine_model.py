@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from kvstore_engine.kv_pool import KVPool
 from kvstore_engine.model import Llama, LlamaConfig, Span, random_weights
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool, PoolExhaustedError
 
 

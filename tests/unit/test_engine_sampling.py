@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from kvstore_engine.sampling import Sampler, SamplingParams
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])

@@ -6,15 +6,15 @@ import re
 import tarfile
 from pathlib import Path
 
-import kvstore
 import numpy as np
 import pytest
-from stores import assert_whole, chain_of, open_store, spec
 
+import kvstore
 from kvstore.clock import ManualClock
 from kvstore.errors import CorruptDataDirError, FormatVersionError
 from kvstore.log import format as fmt
 from kvstore.types import ClassId, SegmentId
+from stores import assert_whole, chain_of, open_store, spec
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PAGE = (Path(kvstore.__file__).parent / "FORMAT.md").read_text()

@@ -6,6 +6,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from kvstore_api.framing import FrameError, join_frame, split_frame
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.v1 import block_store_pb2 as pb

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceSpec, ParallelDimension, ReplayMode
 from kvstore_client.hashing import TokenIdError, prefix_hashes, prefix_seed
 

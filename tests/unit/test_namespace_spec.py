@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
+
+from kvstore_api.limits import MAX_SPEC_BYTES
 from kvstore_api.namespace import (
     KvGroup,
     KvGroupKind,
@@ -76,6 +78,16 @@ def test_every_difference_makes_another_digest():
     for spec in specs:
         spec.validate()
     assert len({spec.digest() for spec in specs}) == len(specs)
+
+
+def test_a_spec_of_64_kib_is_taken_and_one_byte_more_refused():
+    labels = {f"label{number:02}": "v" * 4096 for number in range(15)}
+    room = MAX_SPEC_BYTES - replace(SPEC, labels=labels | {"last": "v" * 2000}).to_proto().ByteSize()
+    fits = replace(SPEC, labels=labels | {"last": "v" * (2000 + room)})
+    assert fits.to_proto().ByteSize() == MAX_SPEC_BYTES == 65_536
+    fits.validate()
+    with pytest.raises(NamespaceSpecError, match="the spec has 65537 bytes, at most 65536 are allowed"):
+        replace(fits, labels=fits.labels | {"last": "v" * (2001 + room)}).validate()
 
 
 def test_block_tokens_are_part_of_the_digest_too():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import (
     ClientConfig,

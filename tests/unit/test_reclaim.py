@@ -10,12 +10,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from faults import FaultyDevice
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
+from faults import FaultyDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import InvalidArgumentError, StorageError
 from kvstore.types import EvictSelection, PutStatus
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 
 @pytest.fixture
@@ -242,7 +242,9 @@ def test_a_full_file_system_is_emptied_by_deleting(tmp_path, clock):
     """The cap lies above what the disk holds; deletes must give room even though the index needs pages to shrink."""
     mount = tmp_path / "small"
     mount.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", mount], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     try:

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from faults import FaultyDevice
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
+from faults import FaultyDevice
 from kvstore import store as store_module
 from kvstore.clock import ManualClock
 from kvstore.config import StoreConfig
@@ -26,6 +25,7 @@ from kvstore.errors import (
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
 from kvstore.types import EvictSelection, PutStatus
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 
 @pytest.fixture
@@ -138,7 +138,9 @@ def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):
     boot_id = path.parent / "boot_id"
     boot_id.write_text("another boot")
     monkeypatch.setattr("kvstore.index._BOOT_ID_FILE", boot_id)
-    index = BlockIndex(path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20)
+    index = BlockIndex(
+        path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20
+    )
     assert not index.found.usable
     assert "machine stopped" in index.found.why
     index.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
-from stores import spec
 
 from kvstore.resume import resume_plan
+from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
+from stores import spec
 
 
 def state(name):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from kvstore.server import CLIENT_PING_INTERVAL_MIN_MS, GRPC_OPTIONS
 from kvstore_api.limits import MAX_MESSAGE_BYTES
 from kvstore_client.channel import KEEPALIVE_TIME_MS
-
-from kvstore.server import CLIENT_PING_INTERVAL_MIN_MS, GRPC_OPTIONS
 
 
 def test_a_client_that_pings_as_ours_does_is_never_sent_away():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import pkgutil
 from importlib import import_module
+from urllib.parse import quote
 
 import grpc
 import pytest
@@ -63,7 +65,31 @@ def test_the_status_carries_reason_domain_and_message(kind):
     assert status.code == STATUS_CODES[kind].value[0]
 
 
-def test_a_long_message_is_cut_to_what_trailers_carry():
-    status = rich_status(InvalidArgumentError("x" * 100_000))
-    assert len(status.message) == 1000
+MESSAGES = {
+    "letters": "x",
+    "three bytes a character": "层",
+    "four bytes a character": "🧱",
+    "percent signs": "%",
+    "line feeds": "\n",
+    "mixed": "a层",
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_long_message_is_cut_to_what_trailers_carry(kind):
+    text = MESSAGES[kind] * 100_000
+    status = rich_status(InvalidArgumentError(text))
     assert status.message.endswith("…")
+    assert text.startswith(status.message[:-1])
+    on_the_wire = len(quote(status.message, safe="")) + len(base64.b64encode(status.SerializeToString()))
+    assert on_the_wire < 6000
+    assert len(quote(status.message, safe="")) > 1800  # not cut more than it has to be
+
+
+@pytest.mark.parametrize("text", ["", "x" * 2048, "层" * (2048 // 9), "64 of 64", "…"])
+def test_a_message_that_fits_is_left_alone(text):
+    assert rich_status(InvalidArgumentError(text)).message == text
+
+
+def test_a_message_with_half_a_character_can_be_sent():
+    assert rich_status(InvalidArgumentError("cannot read /data/\udcff")).message == "cannot read /data/?"

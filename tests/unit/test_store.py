@@ -6,7 +6,17 @@ import os
 import threading
 
 import pytest
+
 from faults import FaultyDevice
+from kvstore.clock import ManualClock
+from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
+from kvstore.errors import (
+    InvalidArgumentError,
+    NamespaceNotFoundError,
+    StorageError,
+    UnknownTrafficClassError,
+)
+from kvstore.types import EvictSelection, PutBlock, PutStatus
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
 from stores import (
@@ -21,16 +31,6 @@ from stores import (
     put_block,
     spec,
 )
-
-from kvstore.clock import ManualClock
-from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
-from kvstore.errors import (
-    InvalidArgumentError,
-    NamespaceNotFoundError,
-    StorageError,
-    UnknownTrafficClassError,
-)
-from kvstore.types import EvictSelection, PutBlock, PutStatus
 
 DAY_S = 86_400
 
@@ -376,7 +376,9 @@ def test_deleted_blocks_are_gone_even_under_a_lease(store, namespace):
     assert store.match(namespace, chain).hit_length_blocks == 1
 
 
-@pytest.mark.parametrize("spoil", [lambda t: t[:-1], lambda t: t[:-1] + bytes([t[-1] ^ 1]), lambda t: b"", lambda t: b"x" * 99])
+@pytest.mark.parametrize(
+    "spoil", [lambda t: t[:-1], lambda t: t[:-1] + bytes([t[-1] ^ 1]), lambda t: b"", lambda t: b"x" * 99]
+)
 def test_a_forged_or_broken_token_means_a_look_up(store, namespace, spoil):
     chain = chain_of(namespace, 1, 4)
     put(store, namespace, chain)
@@ -814,7 +816,8 @@ def test_too_many_bytes_waiting_is_an_overload_not_a_queue(tmp_path, clock):
     store._writer.call(gate.wait)
     chain = chain_of(namespace, 1, 6)
     futures = [
-        store.submit_put(namespace, chain, [put_block(chain, block, payload(chain[block], 512 << 10))]) for block in range(6)
+        store.submit_put(namespace, chain, [put_block(chain, block, payload(chain[block], 512 << 10))])
+        for block in range(6)
     ]
     gate.set()
     results = [future.result()[0] for future in futures]

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvstore_api.v1 import types_pb2 as kvstore_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/admin.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/types.proto\"\x12\n\x10GetStatusRequest\"&\n\x05Usage\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"_\n\nClassUsage\x12/\n\rtraffic_class\x18\x01 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Usage\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04\"\x83\x03\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08store_id\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x64\x61ta_dir\x18\x04 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eretiring_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04live\x18\x08 \x01(\x0b\x32\x11.kvstore.v1.Usage\x12\x15\n\rsegment_count\x18\t \x01(\r\x12\'\n\x07\x63lasses\x18\n \x03(\x0b\x32\x16.kvstore.v1.ClassUsage\x12\x17\n\x0fnamespace_count\x18\x0b \x01(\r\x12%\n\x08\x63ounters\x18\x0c \x03(\x0b\x32\x13.kvstore.v1.Counter\x12\x10\n\x08hit_rate\x18\r \x01(\x01\x12\x12\n\ndurability\x18\x0e \x01(\t\"\x17\n\x15ListNamespacesRequest\"\x9d\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x1f\n\x04live\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Usage\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"G\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\",\n\x13GetNamespaceRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\"D\n\x14GetNamespaceResponse\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\">\n\x14\x44ropNamespaceRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"E\n\x15\x44ropNamespaceResponse\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\"\x1b\n\x19ListTrafficClassesRequest\"E\n\x1aListTrafficClassesResponse\x12\'\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x16.kvstore.v1.ClassUsage\"Z\n\x19SetTrafficClassTtlRequest\x12\x15\n\rtraffic_class\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"o\n\x1aSetTrafficClassTtlResponse\x12(\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\x12\'\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\"\xaa\x01\n\x0c\x45victRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\x12\x15\n\rtraffic_class\x18\x02 \x01(\t\x12-\n\nolder_than\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\rdown_to_share\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x42\x10\n\x0e_down_to_share\".\n\rEvictResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\",\n\x11\x46indBlocksRequest\x12\x17\n\x0fprefix_hash_hex\x18\x01 \x01(\t\"\x84\x02\n\tBlockInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x12\n\nsegment_id\x18\x06 \x01(\x04\x12\x0c\n\x04slot\x18\x07 \x01(\r\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x04uses\x18\t \x03(\x0b\x32\x14.kvstore.v1.ClassUse\x12\r\n\x05state\x18\n \x01(\t\x12\x14\n\x0cstate_object\x18\x0b \x01(\x08\";\n\x12\x46indBlocksResponse\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.BlockInfo2\xa8\x05\n\x05\x41\x64min\x12H\n\tGetStatus\x12\x1c.kvstore.v1.GetStatusRequest\x1a\x1d.kvstore.v1.GetStatusResponse\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12Q\n\x0cGetNamespace\x12\x1f.kvstore.v1.GetNamespaceRequest\x1a .kvstore.v1.GetNamespaceResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12\x63\n\x12ListTrafficClasses\x12%.kvstore.v1.ListTrafficClassesRequest\x1a&.kvstore.v1.ListTrafficClassesResponse\x12\x63\n\x12SetTrafficClassTtl\x12%.kvstore.v1.SetTrafficClassTtlRequest\x1a&.kvstore.v1.SetTrafficClassTtlResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12K\n\nFindBlocks\x12\x1d.kvstore.v1.FindBlocksRequest\x1a\x1e.kvstore.v1.FindBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvstore/v1/admin.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/types.proto\"\x12\n\x10GetStatusRequest\"&\n\x05Usage\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"_\n\nClassUsage\x12/\n\rtraffic_class\x18\x01 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.kvstore.v1.Usage\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04\"\x83\x03\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x10\n\x08store_id\x18\x02 \x01(\t\x12.\n\nstart_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x64\x61ta_dir\x18\x04 \x01(\t\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x05 \x01(\x04\x12\x12\n\nused_bytes\x18\x06 \x01(\x04\x12\x16\n\x0eretiring_bytes\x18\x07 \x01(\x04\x12\x1f\n\x04live\x18\x08 \x01(\x0b\x32\x11.kvstore.v1.Usage\x12\x15\n\rsegment_count\x18\t \x01(\r\x12\'\n\x07\x63lasses\x18\n \x03(\x0b\x32\x16.kvstore.v1.ClassUsage\x12\x17\n\x0fnamespace_count\x18\x0b \x01(\r\x12%\n\x08\x63ounters\x18\x0c \x03(\x0b\x32\x13.kvstore.v1.Counter\x12\x10\n\x08hit_rate\x18\r \x01(\x01\x12\x12\n\ndurability\x18\x0e \x01(\t\"+\n\x15ListNamespacesRequest\x12\x12\n\npage_token\x18\x01 \x01(\t\"\x9d\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x1f\n\x04live\x18\x03 \x01(\x0b\x32\x11.kvstore.v1.Usage\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"`\n\x16ListNamespacesResponse\x12-\n\nnamespaces\x18\x01 \x03(\x0b\x32\x19.kvstore.v1.NamespaceInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\",\n\x13GetNamespaceRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\"D\n\x14GetNamespaceResponse\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\">\n\x14\x44ropNamespaceRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"E\n\x15\x44ropNamespaceResponse\x12,\n\tnamespace\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceInfo\"\x1b\n\x19ListTrafficClassesRequest\"E\n\x1aListTrafficClassesResponse\x12\'\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x16.kvstore.v1.ClassUsage\"Z\n\x19SetTrafficClassTtlRequest\x12\x15\n\rtraffic_class\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"o\n\x1aSetTrafficClassTtlResponse\x12(\n\x06\x62\x65\x66ore\x18\x01 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\x12\'\n\x05\x61\x66ter\x18\x02 \x01(\x0b\x32\x18.kvstore.v1.TrafficClass\"\xaa\x01\n\x0c\x45victRequest\x12\x15\n\rnamespace_hex\x18\x01 \x01(\t\x12\x15\n\rtraffic_class\x18\x02 \x01(\t\x12-\n\nolder_than\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1a\n\rdown_to_share\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x05 \x01(\x08\x42\x10\n\x0e_down_to_share\".\n\rEvictResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\",\n\x11\x46indBlocksRequest\x12\x17\n\x0fprefix_hash_hex\x18\x01 \x01(\t\"\x84\x02\n\tBlockInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\r\n\x05\x62lock\x18\x03 \x01(\r\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\x12\x12\n\nsegment_id\x18\x06 \x01(\x04\x12\x0c\n\x04slot\x18\x07 \x01(\r\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\"\n\x04uses\x18\t \x03(\x0b\x32\x14.kvstore.v1.ClassUse\x12\r\n\x05state\x18\n \x01(\t\x12\x14\n\x0cstate_object\x18\x0b \x01(\x08\";\n\x12\x46indBlocksResponse\x12%\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.BlockInfo2\xa8\x05\n\x05\x41\x64min\x12H\n\tGetStatus\x12\x1c.kvstore.v1.GetStatusRequest\x1a\x1d.kvstore.v1.GetStatusResponse\x12W\n\x0eListNamespaces\x12!.kvstore.v1.ListNamespacesRequest\x1a\".kvstore.v1.ListNamespacesResponse\x12Q\n\x0cGetNamespace\x12\x1f.kvstore.v1.GetNamespaceRequest\x1a .kvstore.v1.GetNamespaceResponse\x12T\n\rDropNamespace\x12 .kvstore.v1.DropNamespaceRequest\x1a!.kvstore.v1.DropNamespaceResponse\x12\x63\n\x12ListTrafficClasses\x12%.kvstore.v1.ListTrafficClassesRequest\x1a&.kvstore.v1.ListTrafficClassesResponse\x12\x63\n\x12SetTrafficClassTtl\x12%.kvstore.v1.SetTrafficClassTtlRequest\x1a&.kvstore.v1.SetTrafficClassTtlResponse\x12<\n\x05\x45vict\x12\x18.kvstore.v1.EvictRequest\x1a\x19.kvstore.v1.EvictResponse\x12K\n\nFindBlocks\x12\x1d.kvstore.v1.FindBlocksRequest\x1a\x1e.kvstore.v1.FindBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,37 +45,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE']._serialized_start=325
   _globals['_GETSTATUSRESPONSE']._serialized_end=712
   _globals['_LISTNAMESPACESREQUEST']._serialized_start=714
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=737
-  _globals['_NAMESPACEINFO']._serialized_start=740
-  _globals['_NAMESPACEINFO']._serialized_end=897
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=899
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=970
-  _globals['_GETNAMESPACEREQUEST']._serialized_start=972
-  _globals['_GETNAMESPACEREQUEST']._serialized_end=1016
-  _globals['_GETNAMESPACERESPONSE']._serialized_start=1018
-  _globals['_GETNAMESPACERESPONSE']._serialized_end=1086
-  _globals['_DROPNAMESPACEREQUEST']._serialized_start=1088
-  _globals['_DROPNAMESPACEREQUEST']._serialized_end=1150
-  _globals['_DROPNAMESPACERESPONSE']._serialized_start=1152
-  _globals['_DROPNAMESPACERESPONSE']._serialized_end=1221
-  _globals['_LISTTRAFFICCLASSESREQUEST']._serialized_start=1223
-  _globals['_LISTTRAFFICCLASSESREQUEST']._serialized_end=1250
-  _globals['_LISTTRAFFICCLASSESRESPONSE']._serialized_start=1252
-  _globals['_LISTTRAFFICCLASSESRESPONSE']._serialized_end=1321
-  _globals['_SETTRAFFICCLASSTTLREQUEST']._serialized_start=1323
-  _globals['_SETTRAFFICCLASSTTLREQUEST']._serialized_end=1413
-  _globals['_SETTRAFFICCLASSTTLRESPONSE']._serialized_start=1415
-  _globals['_SETTRAFFICCLASSTTLRESPONSE']._serialized_end=1526
-  _globals['_EVICTREQUEST']._serialized_start=1529
-  _globals['_EVICTREQUEST']._serialized_end=1699
-  _globals['_EVICTRESPONSE']._serialized_start=1701
-  _globals['_EVICTRESPONSE']._serialized_end=1747
-  _globals['_FINDBLOCKSREQUEST']._serialized_start=1749
-  _globals['_FINDBLOCKSREQUEST']._serialized_end=1793
-  _globals['_BLOCKINFO']._serialized_start=1796
-  _globals['_BLOCKINFO']._serialized_end=2056
-  _globals['_FINDBLOCKSRESPONSE']._serialized_start=2058
-  _globals['_FINDBLOCKSRESPONSE']._serialized_end=2117
-  _globals['_ADMIN']._serialized_start=2120
-  _globals['_ADMIN']._serialized_end=2800
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=757
+  _globals['_NAMESPACEINFO']._serialized_start=760
+  _globals['_NAMESPACEINFO']._serialized_end=917
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=919
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1015
+  _globals['_GETNAMESPACEREQUEST']._serialized_start=1017
+  _globals['_GETNAMESPACEREQUEST']._serialized_end=1061
+  _globals['_GETNAMESPACERESPONSE']._serialized_start=1063
+  _globals['_GETNAMESPACERESPONSE']._serialized_end=1131
+  _globals['_DROPNAMESPACEREQUEST']._serialized_start=1133
+  _globals['_DROPNAMESPACEREQUEST']._serialized_end=1195
+  _globals['_DROPNAMESPACERESPONSE']._serialized_start=1197
+  _globals['_DROPNAMESPACERESPONSE']._serialized_end=1266
+  _globals['_LISTTRAFFICCLASSESREQUEST']._serialized_start=1268
+  _globals['_LISTTRAFFICCLASSESREQUEST']._serialized_end=1295
+  _globals['_LISTTRAFFICCLASSESRESPONSE']._serialized_start=1297
+  _globals['_LISTTRAFFICCLASSESRESPONSE']._serialized_end=1366
+  _globals['_SETTRAFFICCLASSTTLREQUEST']._serialized_start=1368
+  _globals['_SETTRAFFICCLASSTTLREQUEST']._serialized_end=1458
+  _globals['_SETTRAFFICCLASSTTLRESPONSE']._serialized_start=1460
+  _globals['_SETTRAFFICCLASSTTLRESPONSE']._serialized_end=1571
+  _globals['_EVICTREQUEST']._serialized_start=1574
+  _globals['_EVICTREQUEST']._serialized_end=1744
+  _globals['_EVICTRESPONSE']._serialized_start=1746
+  _globals['_EVICTRESPONSE']._serialized_end=1792
+  _globals['_FINDBLOCKSREQUEST']._serialized_start=1794
+  _globals['_FINDBLOCKSREQUEST']._serialized_end=1838
+  _globals['_BLOCKINFO']._serialized_start=1841
+  _globals['_BLOCKINFO']._serialized_end=2101
+  _globals['_FINDBLOCKSRESPONSE']._serialized_start=2103
+  _globals['_FINDBLOCKSRESPONSE']._serialized_end=2162
+  _globals['_ADMIN']._serialized_start=2165
+  _globals['_ADMIN']._serialized_end=2845
 # @@protoc_insertion_point(module_scope)

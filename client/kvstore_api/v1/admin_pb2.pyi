@@ -72,8 +72,10 @@ class GetStatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., store_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., data_dir: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., segment_count: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassUsage, _Mapping]]] = ..., namespace_count: _Optional[int] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., hit_rate: _Optional[float] = ..., durability: _Optional[str] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("page_token",)
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_token: str
+    def __init__(self, page_token: _Optional[str] = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
     __slots__ = ("namespace", "spec", "live", "create_time")
@@ -88,10 +90,12 @@ class NamespaceInfo(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., spec: _Optional[_Union[_types_pb2.NamespaceSpec, _Mapping]] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ListNamespacesResponse(_message.Message):
-    __slots__ = ("namespaces",)
+    __slots__ = ("namespaces", "next_page_token")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+    next_page_token: str
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class GetNamespaceRequest(_message.Message):
     __slots__ = ("namespace_hex",)

@@ -89,7 +89,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListNamespaces(self, request, context):
-        """Every namespace with its blocks and bytes.
+        """Every namespace with its blocks and bytes, page by page.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
