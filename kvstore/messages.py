@@ -58,13 +58,15 @@ def put_result_message(result: PutResult, *, with_detail: bool = True) -> types_
 
 
 def read_frame_message(frame: ReadFrame) -> bytes:
-    """A `GetBlocksResponse`, serialized; copies the frame's parts once."""
+    """A `GetBlocksResponse`, serialized; copies the frame's parts once, and bytes that are in the message already never."""
     fields = block_store_pb2.GetBlocksResponse(
         blocks=frame.blocks,
         checksums=frame.checksums,
         offset_bytes=frame.offset_bytes,
         misses=[types_pb2.Miss(block=miss.block, reason=miss.reason) for miss in frame.misses],
     )
+    if frame.message is not None:
+        return frame.message.finish(fields)
     return join_frame(fields, frame.parts, frame.size_bytes)
 
 

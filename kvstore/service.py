@@ -161,7 +161,8 @@ class BlockStoreService:
 
         def frames() -> Generator[bytes, None, None]:
             # On a reading thread. A frame's parts are valid until the next is asked for: join them right here.
-            for frame in store.read(namespace, chain, request.first_block, request.block_count, request.lease):
+            wanted = (namespace, chain, request.first_block, request.block_count, request.lease)
+            for frame in store.read(*wanted, in_messages=True):
                 yield read_frame_message(frame)
 
         with self._pools.read.admit(deadline_s(context)) as slot:

@@ -388,9 +388,18 @@ class LocalStore:
             segment.touch(addrs["slot"][where], class_id, now_s)
 
     def read(
-        self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, lease: bytes = b""
+        self,
+        namespace: Namespace,
+        chain: Chain,
+        first_block: int,
+        block_count: int,
+        lease: bytes = b"",
+        *,
+        in_messages: bool = False,
     ) -> Iterator[ReadFrame]:
         """Blocks of the chain in frames; what is not there, or not right, is a miss. Each step of the iterator does I/O.
+
+        With `in_messages`, frames are read straight into messages where they can be; see `ReadFrame.message`.
 
         Raises: InvalidArgumentError: at once, not when iterated.
         """
@@ -407,7 +416,8 @@ class LocalStore:
                 segment_ids=addrs["segment_id"].tolist(),
                 slots=addrs["slot"].tolist(),
                 present=present.tolist(),
-            )
+            ),
+            in_messages=in_messages,
         )
 
     def _leased(

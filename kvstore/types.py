@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvstore.traffic import TrafficClass
+    from kvstore_api.framing import MessageBuffer
     from kvstore_api.namespace import NamespaceDigest, NamespaceSpec, ReplayMode
 
 NamespaceId = NewType("NamespaceId", int)  # u32, never reused, not even for the same spec registered again
@@ -74,6 +75,7 @@ class ReadFrame:
     parts: Sequence[Buffer]  # their bytes in order; valid until the next frame is asked for
     size_bytes: int
     misses: Sequence[Miss]
+    message: MessageBuffer | None = None  # holds the bytes instead of `parts`, where the reader was asked to use one
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ large one is appended or sliced off by hand. The wire format is protobuf's own
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 DATA_FIELD = 15
+_FIELDS_ROOM_BYTES = 512  # positions and checksums of a frame of ordinary blocks
 _DATA_TAG = bytes([DATA_FIELD << 3 | 2])  # 2 is "length-delimited"
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 
@@ -30,6 +32,34 @@ def join_frame(fields: Message, parts: Sequence[Buffer], size_bytes: int) -> byt
     if not size_bytes:
         return fields.SerializeToString()
     return b"".join((fields.SerializeToString(), _DATA_TAG, _varint(size_bytes), *parts))
+
+
+class MessageBuffer:
+    """A message under construction whose `data` is read straight into it, so that it is never copied in Python.
+
+    The data comes first and the small fields after it, in an order that any protobuf reader takes. Built on BytesIO, which hands
+    out its own memory: for writing as a buffer, and in the end as the bytes that gRPC wants.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._message = io.BytesIO()
+        self._message.write(_DATA_TAG + _varint(size_bytes))
+        self._data_at = self._message.tell()
+        end = self._data_at + size_bytes
+        # Allocate once, with room for the fields behind: growing later would move everything.
+        self._message.seek(end + _FIELDS_ROOM_BYTES)
+        self._message.write(b"\0")
+        self._message.truncate(end)
+        self._message.seek(end)
+
+    def view(self) -> memoryview:
+        """The data, writable. Let go of it, and of every slice of it, before `finish`."""
+        return self._message.getbuffer()[self._data_at :]
+
+    def finish(self, fields: Message) -> bytes:
+        """The message with these other fields. Raises: BufferError: a view is still held."""
+        self._message.write(fields.SerializeToString())
+        return self._message.getvalue()
 
 
 def split_frame(message: bytes) -> tuple[bytes, memoryview]:

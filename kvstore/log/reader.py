@@ -10,6 +10,7 @@ import numpy as np
 from kvstore.log import format as fmt
 from kvstore.types import Miss, ReadFrame
 from kvstore_api.checksum import block_checksum
+from kvstore_api.framing import MessageBuffer
 from kvstore_api.limits import HASH_BYTES, MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 
 if TYPE_CHECKING:
@@ -59,27 +60,30 @@ class BlockReader:
         self._segments = segments
         self._counters = counters
 
-    def frames(self, request: ReadRequest) -> Iterator[ReadFrame]:
-        """The blocks in frames of up to 1 MiB, misses among them, in order. Each step does I/O."""
+    def frames(self, request: ReadRequest, *, in_messages: bool = False) -> Iterator[ReadFrame]:
+        """The blocks in frames of up to 1 MiB, misses among them, in order. Each step does I/O.
+
+        With `in_messages`, frames without misses are read into messages that only want their other fields.
+        """
         if request.block_bytes > MAX_FRAME_DATA_BYTES:
             yield from self._large_blocks(request)
             return
         step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
-        buffer = memoryview(bytearray(min(step, len(request.slots)) * request.block_bytes))
         for first in range(0, len(request.slots), step):
-            checksums, misses = self._read(request, range(first, min(first + step, len(request.slots))), buffer)
-            size = request.block_bytes
-            parts = [buffer[(index - first) * size : (index - first + 1) * size] for index in checksums]
-            if len(misses) == 0:
-                parts = [buffer[: len(parts) * size]]  # whole and in order: one part
-            yield ReadFrame(
-                blocks=[request.first_block + index for index in checksums],
-                checksums=list(checksums.values()),
-                offset_bytes=0,
-                parts=parts,
-                size_bytes=len(checksums) * size,
-                misses=misses,
-            )
+            yield self._frame(request, range(first, min(first + step, len(request.slots))), in_messages)
+
+    def _frame(self, request: ReadRequest, indices: range, in_messages: bool) -> ReadFrame:
+        size = request.block_bytes
+        message = MessageBuffer(len(indices) * size) if in_messages else None
+        view = message.view() if message is not None else memoryview(bytearray(len(indices) * size))
+        checksums, misses = self._read(request, indices, view)
+        blocks = [request.first_block + index for index in checksums]
+        sums = list(checksums.values())
+        if not misses and message is not None:
+            return ReadFrame(blocks, sums, 0, [], len(view), [], message)
+        at = [(index - indices.start) * size for index in checksums]
+        parts = [view[start : start + size] for start in at] if misses else [view]
+        return ReadFrame(blocks, sums, 0, parts, len(checksums) * size, misses)
 
     def _large_blocks(self, request: ReadRequest) -> Iterator[ReadFrame]:
         buffer = memoryview(bytearray(request.block_bytes))
@@ -144,15 +148,15 @@ class BlockReader:
         except OSError:
             reasons.update(dict.fromkeys(indices, "IO_ERROR"))
             return
-        for position, index in enumerate(indices):
-            if not named[position]:
+        sums = rows["checksum"].tolist()
+        for position, (index, is_named) in enumerate(zip(indices, named.tolist(), strict=True)):
+            if not is_named:
                 # The slot holds something else: a token or an index entry that is out of date, or a damaged row.
                 reasons[index] = "NOT_FOUND"
                 continue
             block = target[position * size : (position + 1) * size]
-            checksum = int(rows[position]["checksum"])
-            if position < got and block_checksum(block, request.prefix_hash(index)) == checksum:
-                checksums[index] = checksum
+            if position < got and block_checksum(block, request.prefix_hash(index)) == sums[position]:
+                checksums[index] = sums[position]
             else:
                 reasons[index] = "CORRUPT"
                 run.segment.flag(np.array([run.slot + position]), fmt.FLAG_DELETED)

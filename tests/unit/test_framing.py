@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstore_api.framing import FrameError, join_frame, split_frame
+from kvstore_api.framing import FrameError, MessageBuffer, join_frame, split_frame
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.v1 import block_store_pb2 as pb
 
@@ -101,3 +103,30 @@ def test_fullest_frame_is_far_below_the_message_limit():
         header.misses.add(block=block, reason="NOT_FOUND")
     frame = join_frame(header, [bytes(MAX_FRAME_DATA_BYTES)], MAX_FRAME_DATA_BYTES)
     assert len(frame) < MAX_MESSAGE_BYTES / 2
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 16_383, 16_384, 1 << 20])
+@pytest.mark.parametrize("block_count", [1, 9, 4096])
+def test_message_read_into_in_place_is_the_same_message(size, block_count):
+    """Also when the other fields are larger than the room kept for them."""
+    fields = pb.GetBlocksResponse(blocks=range(block_count), checksums=range(block_count))
+    data = os.urandom(size)
+    buffer = MessageBuffer(size)
+    view = buffer.view()
+    assert len(view) == size
+    view[:] = data
+    del view
+    message = buffer.finish(fields)
+    assert type(message) is bytes
+    fields.data = data
+    assert pb.GetBlocksResponse.FromString(message) == fields
+    _, found = split_frame(message)
+    assert bytes(found) == data
+
+
+def test_message_whose_memory_is_still_written_to_is_refused():
+    buffer = MessageBuffer(8)
+    view = buffer.view()
+    with pytest.raises(BufferError):
+        buffer.finish(pb.GetBlocksResponse(blocks=[1]))
+    del view
