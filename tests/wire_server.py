@@ -97,7 +97,7 @@ class WireServer:
 def wire_server(listen: str = "127.0.0.1:0") -> Iterator[WireServer]:
     """A misbehaving peer on a free port of the loopback."""
     peer = WireServer()
-    server = grpc.server(ThreadPoolExecutor(8), options=[("grpc.so_reuseport", 0)])
+    server = grpc.server(ThreadPoolExecutor(8, thread_name_prefix="wire-server"), options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((peer.handler(),))
     port = server.add_insecure_port(listen)
     peer.target = f"127.0.0.1:{port}"

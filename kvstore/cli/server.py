@@ -59,7 +59,7 @@ def run(
     context: typer.Context,
     config: ConfigOption = None,
     data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Data directory; made when absent. Default: /var/lib/kvstore.")
+        str | None, typer.Option(metavar="DIR", help="Data directory; made when absent. Default: /var/lib/kvstore.")
     ] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="ADDRESS", help="gRPC address: host:port or unix:/path; port 0 takes any.")

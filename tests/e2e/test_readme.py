@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SECTION = (ROOT / "README.md").read_text().split("## From an empty directory to the first hit")[1].split("\n## ")[0]
@@ -18,6 +21,12 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", SECTION, re.S)
 
 
+def in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.skipif(in_use(7420) or in_use(7421), reason="the default ports, which the README uses, are taken")
 def test_the_readmes_first_hit(tmp_path):
     server_block, client_block = blocks("sh")
     (program,) = blocks("python")

@@ -90,6 +90,21 @@ def test_every_hit_length_around_groups_and_batches(store, namespace, hit):
     assert store.match(namespace, chain).hit_length_blocks == hit
 
 
+def test_a_match_of_8192_blocks_is_one_call_whatever_else_is_stored(tmp_path):
+    store = open_store(tmp_path, capacity=128 << 20)
+    namespace = store.register_namespace(spec(1))
+    chain = chain_of(namespace, 1, 8192)
+    put(store, namespace, chain)
+    for conversation in range(2, 40):
+        put(store, namespace, chain_of(namespace, conversation, 100, shared_blocks=50))
+    opened = len(os.listdir("/proc/self/fd"))
+    match = store.match(namespace, chain)
+    assert match.hit_length_blocks == 8192
+    assert len(match.lease) < 1000, "neighbours are told as runs"
+    assert len(os.listdir("/proc/self/fd")) == opened, "a look-up opens nothing"
+    store.close()
+
+
 def test_a_shared_prefix_is_stored_once_and_branches_do_not_mix(store, namespace):
     first, second = chain_of(namespace, 1, 60, shared_blocks=40), chain_of(namespace, 2, 60, shared_blocks=40)
     put(store, namespace, first)
