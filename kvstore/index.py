@@ -16,6 +16,8 @@ import contextlib
 import logging
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
@@ -40,6 +42,7 @@ KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
 _STATE_POSITION = 255
 _VALUE = itemgetter(1)
+ENTRY_BYTES = (KEY_BYTES, 8)
 _ADDR = struct.Struct("<Q")  # segment id in the upper 44 bits, slot in the lower 20
 _SLOT_BITS = 20
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -100,6 +103,9 @@ class BlockIndex:
         clean = checksum.exists()
         if clean and checksum.read_bytes() != _file_checksum(data):
             return IndexState(False, False, "its checksum is wrong")
+        problem = None if clean else _walk(self._directory)
+        if problem:
+            return IndexState(False, False, f"it is damaged: {problem}")
         try:
             self._open_env()
             with self._env.begin(db=self._meta) as txn:
@@ -118,24 +124,8 @@ class BlockIndex:
         return IndexState(False, False, why)
 
     def _open_env(self) -> None:
-        self._directory.mkdir(exist_ok=True)
-        env = lmdb.open(
-            str(self._directory),
-            map_size=self._map_size_bytes,
-            max_dbs=4,
-            max_readers=_MAX_READERS,
-            # Not synced at each commit: after power loss the index is rebuilt from the log.
-            sync=False,
-            metasync=False,
-            readahead=False,
-            mode=0o640,
-        )
+        env = open_environment(self._directory, self._map_size_bytes)
         try:
-            # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
-            needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-            size = (self._directory / "data.mdb").stat().st_size
-            if size < needed:
-                raise StorageError(f"{size} bytes, its pages reach to {needed}")
             env.reader_check()
             self._blocks, self._meta = env.open_db(b"blocks"), env.open_db(b"meta")
         except BaseException:
@@ -260,6 +250,38 @@ class BlockIndex:
         """Entries."""
         with self._env.begin() as txn:
             return int(txn.stat(self._blocks)["entries"])
+
+
+def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
+    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""
+    directory.mkdir(exist_ok=True)
+    env = lmdb.open(
+        str(directory),
+        map_size=map_size_bytes,
+        max_dbs=4,
+        max_readers=_MAX_READERS,
+        # Not synced at each commit: after power loss the index is rebuilt from the log.
+        sync=False,
+        metasync=False,
+        readahead=False,
+        mode=0o640,
+    )
+    # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
+    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    size = (directory / "data.mdb").stat().st_size
+    if size < needed:
+        env.close()
+        raise StorageError(f"{size} bytes, its pages reach to {needed}")
+    return env
+
+
+def _walk(directory: Path) -> str:
+    """What a walk through the whole file finds wrong; empty when it is whole."""
+    command = [sys.executable, "-m", "kvstore.index_check", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        return f"walking it ended with signal {-done.returncode}"
+    return done.stderr.strip()[-500:] or "walking it failed" if done.returncode else ""
 
 
 def block_keys(namespace_id: int, hashes: bytes, first_block: int, count: int) -> list[bytes]:
