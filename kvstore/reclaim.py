@@ -122,7 +122,7 @@ class Reclaimer:
         dead = [worth for worth in self._candidates(writer) if worth.live_share < _SWEEP_BELOW_LIVE_SHARE]
         for worth in sorted(dead, key=lambda worth: worth.live_share):
             # Whatever is wholly dead goes at once; of the others one a sweep, because moving blocks costs writes.
-            self._reclaim(worth, worth.live, writer)
+            self._reclaim(worth, worth.live, writer, may_lose=False)
             if worth.live_bytes:
                 break
 
@@ -137,12 +137,13 @@ class Reclaimer:
         if not worths:
             return False
         deadest = min(worths, key=lambda worth: worth.live_share)
-        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE:
-            self._reclaim(deadest, deadest.live, writer)
+        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE and self._reclaim(
+            deadest, deadest.live, writer, may_lose=False
+        ):
             return True
         uses_s = [worth.median_use_s() for worth in worths]
         coldest = worths[int(np.argmin(uses_s))]
-        self._reclaim(coldest, _worth_keeping(coldest, float(np.median(uses_s))), writer)
+        self._reclaim(coldest, _worth_keeping(coldest, float(np.median(uses_s))), writer, may_lose=True)
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Worth]:
@@ -164,8 +165,11 @@ class Reclaimer:
             if class_id is not None:
                 writer.seal(class_id)
 
-    def _reclaim(self, worth: _Worth, keep: NDArray[np.bool_], writer: LogWriter) -> None:
+    def _reclaim(self, worth: _Worth, keep: NDArray[np.bool_], writer: LogWriter, *, may_lose: bool) -> bool:
         """Move the blocks to keep, drop the index entries of the others, retire the file.
+
+        Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full, say.
+        Returns: False if the segment was left as it is.
 
         Flags, new places and retirement come in this order so that a crash anywhere leaves each block right or missing, and a
         match that runs meanwhile either sees the new place, or has its lease seen here. Deletes and evictions run on this thread
@@ -177,9 +181,13 @@ class Reclaimer:
         except OSError as error:
             segment.unreadable = True
             _log.warning("segment %d cannot be read and keeps its space: %s", segment.segment_id, str(error))
-            return
+            return False
         whole = fmt.valid_rows(rows, segment.segment_id)
         moved = self._move(segment, rows, np.flatnonzero(keep & whole), writer)
+        if moved is None:
+            if not may_lose:
+                return False
+            moved = {}
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
         self._count_losses(segment, dropped, worth.live)
         segment.flag(dropped, fmt.FLAG_EVICTED)
@@ -200,6 +208,7 @@ class Reclaimer:
             len(dropped),
             freed,
         )
+        return True
 
     def _drop_obsolete(self) -> None:
         """Remove index entries of segments that are gone; the next tick tries again if the disk is too full even for that."""
@@ -227,8 +236,8 @@ class Reclaimer:
 
     def _move(
         self, segment: Segment, rows: NDArray[np.void], kept: NDArray[np.intp], writer: LogWriter
-    ) -> dict[int, BlockAddr]:
-        """Append the kept slots again; returns where those went that could be read and written."""
+    ) -> dict[int, BlockAddr] | None:
+        """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
         entries, slots = [], []
         for slot in kept:
             payload = _payload(segment, rows[slot])
@@ -241,9 +250,9 @@ class Reclaimer:
             addrs = writer.rewrite(segment.header.class_id, entries, uses)
         except OSError as error:
             _log.warning(
-                "segment %d: %d live blocks could not be kept: %s", segment.segment_id, len(entries), str(error)
+                "segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(entries), str(error)
             )
-            return {}
+            return None
         return dict(zip(slots, addrs, strict=True))
 
     def _count_losses(self, segment: Segment, dropped: NDArray[np.intp], live: NDArray[np.bool_]) -> None:

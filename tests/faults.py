@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import TYPE_CHECKING
 
 from kvstore.log.device import FileDevice
@@ -25,6 +26,8 @@ class FaultyDevice(FileDevice):
         self.fail_read = False
         self.fail_unlink: Callable[[Path], bool] = lambda path: False
         self.short_read_bytes = 0  # every read comes back so much too short
+        self.stall_write_after: int | None = None  # the write after so many puts half of its bytes on disk and waits
+        self.stalled, self.go_on = threading.Event(), threading.Event()
         self.sync_count = 0
         self.fail_sync = False
 
@@ -37,14 +40,24 @@ class FaultyDevice(FileDevice):
         return super().create(path)
 
     def write(self, descriptor: int, buffers: Sequence[Buffer], offset_bytes: int) -> None:
+        if self.stall_write_after is not None:
+            self.stall_write_after -= 1
+            if self.stall_write_after < 0:
+                self.stall_write_after = None
+                self._write_half(descriptor, buffers, offset_bytes)
+                self.stalled.set()
+                self.go_on.wait(60)
         if self.fail_write_after is not None:
             if self.fail_write_after == 0:
                 if self.partial_write:
-                    data = b"".join(bytes(memoryview(buffer).cast("B")) for buffer in buffers)
-                    super().write(descriptor, [data[: len(data) // 2]], offset_bytes)
+                    self._write_half(descriptor, buffers, offset_bytes)
                 raise OSError(self.write_errno, "injected: write failed")
             self.fail_write_after -= 1
         super().write(descriptor, buffers, offset_bytes)
+
+    def _write_half(self, descriptor: int, buffers: Sequence[Buffer], offset_bytes: int) -> None:
+        data = b"".join(bytes(memoryview(buffer).cast("B")) for buffer in buffers)
+        super().write(descriptor, [data[: len(data) // 2]], offset_bytes)
 
     def read(self, descriptor: int, buffers: Sequence[memoryview], offset_bytes: int) -> int:
         if self.fail_read:

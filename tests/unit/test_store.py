@@ -814,6 +814,20 @@ def test_a_reader_sees_a_block_whole_or_not_at_all(store, namespace):
     assert wrong == []
 
 
+@pytest.mark.parametrize("stalled_write", range(4))  # header, payloads, use rows, rows
+def test_a_block_whose_write_is_stalled_half_way_is_a_miss_until_it_is_committed(store, namespace, device, stalled_write):
+    chain = chain_of(namespace, 1, 4)
+    device.stall_write_after = stalled_write
+    future = store.submit_put(namespace, chain, [put_block(chain, block) for block in range(4)])
+    assert device.stalled.wait(30)
+    for _ in range(1000 // 4):
+        assert store.match(namespace, chain).hit_length_blocks == 0
+        assert get(store, namespace, chain)[0] == {}
+    device.go_on.set()
+    assert statuses(future.result()) == [PutStatus.STORED] * 4
+    assert_whole(store, namespace, chain)
+
+
 def test_hit_rate_counts_what_was_asked_at_match(store, namespace):
     chain = chain_of(namespace, 1, 100)
     put(store, namespace, chain, range(25))
