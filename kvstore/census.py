@@ -9,6 +9,7 @@ import numpy as np
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr, BlockInfo, ClassUse, Usage
 from kvstore_api.limits import HASH_BYTES
+from kvstore_api.namespace import NamespaceDigest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from kvstore.catalog import ClassRecord
     from kvstore.expiry import TtlTable
     from kvstore.log.segment import Segment
-    from kvstore_api.namespace import NamespaceDigest
 
 
 def total(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> Usage:
@@ -115,7 +115,7 @@ def _describe(
     )
 
 
-_NO_NAMESPACE: NamespaceDigest = bytes(0)  # type: ignore[assignment]  # a dropped namespace has no digest any more
+_NO_NAMESPACE = NamespaceDigest(b"")  # a dropped namespace has no digest any more
 
 
 def _sum(lengths: Iterable[NDArray[np.uint32]]) -> Usage:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -51,8 +50,6 @@ SERVICE_NAME = "kvstore.v1.BlockStore"
 PUT_GROUP_BYTES = 8 << 20
 # Groups of one put that may wait for the writer; with the one being filled, that bounds what a put can hold in memory.
 PUT_GROUPS_IN_FLIGHT = 2
-# Frames of 1 MiB that a get reads at a time, and so at most holds besides those being sent.
-FRAMES_AHEAD_MAX = 4
 # Rejected blocks whose detail is sent; 65,536 details would not fit in a message. Every block has its reason.
 DETAILS_MAX = 1024
 
@@ -293,20 +290,17 @@ class _PutGroups:
 
 
 async def _send(open_frames: Callable[[], Generator[bytes, None, None]], slot: Slot, context: Context) -> None:
-    """Write frames that a thread produces ahead: while some travel, the next are read.
+    """Write frames that a thread produces, one ahead: while a frame travels, the next is read.
 
-    The first comes alone, to be early; then ever more are read at a time, because each hand-over between the threads costs
-    about as much as reading a block. Returns when all are sent; whatever ends it, the iterator is closed on a thread.
+    Reading several at a time was tried and measured slower: the write then waits for the last of them. Returns when all are
+    sent; whatever ends it, the iterator is closed on a thread.
     """
     source = _Frames(open_frames)
-    count = 1
-    ahead = slot.start(partial(source.take, count))
+    ahead = slot.start(source.next)
     try:
-        while frames := await ahead:
-            count = min(2 * count, FRAMES_AHEAD_MAX)
-            ahead = slot.start(partial(source.take, count))
-            for frame in frames:
-                await context.write(frame)
+        while (frame := await ahead) is not None:
+            ahead = slot.start(source.next)
+            await context.write(frame)
     except BaseException:  # most often the caller has left
         ahead.cancel()
         if ahead.done() and not ahead.cancelled():
@@ -322,11 +316,11 @@ class _Frames:
         self._open = open_frames
         self._frames: Generator[bytes, None, None] | None = None
 
-    def take(self, count: int) -> list[bytes]:
-        """The next frames, at most `count`; none at the end."""
+    def next(self) -> bytes | None:
+        """The next frame; None at the end."""
         if self._frames is None:
             self._frames = self._open()
-        return list(islice(self._frames, count))
+        return next(self._frames, None)
 
     def close(self) -> None:
         """Give back what the generator holds."""

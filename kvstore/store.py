@@ -54,7 +54,7 @@ from kvstore.types import (
 from kvstore_api import encoding
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
-from kvstore_api.namespace import NamespaceSpecError
+from kvstore_api.namespace import NamespaceDigest, NamespaceSpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from kvstore.traffic import TrafficClass
     from kvstore.types import ReadFrame
     from kvstore_api.chain import Chain
-    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
+    from kvstore_api.namespace import NamespaceSpec
 
 T = TypeVar("T")
 
@@ -218,10 +218,10 @@ class LocalStore:
         """A registered namespace. Raises: InvalidArgumentError, NamespaceNotFoundError."""
         if len(digest) != HASH_BYTES:
             raise InvalidArgumentError(f"namespace has {len(digest)} bytes, a digest has {HASH_BYTES}")
-        found = self._catalog.namespaces.get(digest)  # type: ignore[call-overload]
+        found = self._catalog.namespaces.get(NamespaceDigest(digest))
         if found is None:
             raise NamespaceNotFoundError(f"namespace {digest.hex()[:16]}… is not registered here; register it first")
-        return found  # type: ignore[no-any-return]
+        return found
 
     def find_namespace(self, hex_prefix: str) -> Namespace:
         """The namespace whose digest begins so. Raises: InvalidArgumentError, NamespaceNotFoundError, NamespaceAmbiguousError."""

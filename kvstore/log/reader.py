@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
 
+_FIRST_FRAME_DIVISOR = 4
 _SCRAP = memoryview(bytearray(fmt.ALIGNMENT_BYTES))  # padding between payloads is read into it and never looked at
 
 
@@ -69,7 +70,10 @@ class BlockReader:
             yield from self._large_blocks(request)
             return
         step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
-        for first in range(0, len(request.slots), step):
+        # The first frame is short, so that the others are read while it travels.
+        end = min(max(1, step // _FIRST_FRAME_DIVISOR), len(request.slots))
+        yield self._frame(request, range(end), in_messages)
+        for first in range(end, len(request.slots), step):
             yield self._frame(request, range(first, min(first + step, len(request.slots))), in_messages)
 
     def _frame(self, request: ReadRequest, indices: range, in_messages: bool) -> ReadFrame:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from kvstore.errors import CorruptDataDirError
 from kvstore.log import format as fmt
 from kvstore.log.segment import Segment, row_capacity, segment_name
+from kvstore.types import SegmentId
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.log.device import Device
-    from kvstore.types import ClassId, SegmentId
+    from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
 _DAMAGED_SUFFIX = ".damaged"
@@ -74,7 +75,7 @@ class SegmentSet:
 
     def get(self, segment_id: int) -> Segment | None:
         """The segment, unless it is reclaimed."""
-        return self._segments.get(segment_id)  # type: ignore[call-overload, no-any-return]
+        return self._segments.get(SegmentId(segment_id))
 
     def all(self) -> list[Segment]:
         """Every segment whose file is there, oldest first."""
