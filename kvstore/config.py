@@ -36,6 +36,8 @@ ENVIRONMENT_PREFIX = "KVSTORE_"
 CLASSES = "traffic_classes"
 _CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _NUMBERS = (int, float, ByteSize)
+_SIZE = re.compile(r"([0-9]{1,30}) ?(?:([KMGT])i)?B?")
+_SIZE_SHIFTS = {None: 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE_MAX = 1 << 60  # 1 EiB: no disk is larger, and every sum of a few of them fits in 64 bits
 
 
@@ -52,6 +54,18 @@ class _Section(BaseModel):
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in _NUMBERS:
             raise ValueError("this is a boolean, wanted is a number")
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _size_is_in_bytes_or_binary_units(cls, value: object, info: ValidationInfo) -> object:
+        """By itself pydantic also takes 10G and 10GB, which are 7 % less than the 10GiB that may be meant."""
+        assert info.field_name is not None
+        if cls.model_fields[info.field_name].annotation is not ByteSize or isinstance(value, int):
+            return value
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None:
+            raise ValueError("write bytes, or a number with KiB, MiB, GiB or TiB, e.g. 10GiB")
+        return int(match[1]) << _SIZE_SHIFTS[match[2]]
 
 
 class TrafficClassConfig(_Section):
@@ -274,6 +288,13 @@ class Setting:
             return _size_text(self.value)
         return str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
 
+    @property
+    def plain(self) -> str | int | float | bool:
+        """The value for JSON: sizes in bytes, paths as text."""
+        if isinstance(self.value, ByteSize):
+            return int(self.value)
+        return self.value if isinstance(self.value, str | int | float) else str(self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
@@ -291,12 +312,10 @@ def load_config(
     Raises: ConfigError: the file cannot be read or is no TOML, a key is unknown, a value is impossible or contradicts
         another; names every such key and where it came from.
     """
-    given = [
-        *(_file_settings(path) if path else ()),
-        *_environment_settings(environment or {}),
-        *flags,
-    ]
+    in_file = _file_settings(path) if path else []
+    given = [*in_file, *_environment_settings(environment or {}), *flags]
     _refuse_unknown(given)
+    _refuse_wrong_types(in_file)
     merged = {setting.key: setting for setting in [*_flatten((), _DEFAULTS, "default"), *given]}
     try:
         config = ServerConfig.model_validate(_nest(merged.values()))
@@ -382,6 +401,40 @@ def _refuse_unknown(given: Sequence[Setting]) -> None:
         raise ConfigError("; ".join(problems))
 
 
+def _refuse_wrong_types(in_file: Sequence[Setting]) -> None:
+    """TOML has types, so that nothing has to be guessed: a quoted "no" is no boolean. Variables and flags are all text."""
+    problems = [
+        f"{setting.name} is {str(setting.value)!r} ({setting.origin}): {wrong}"
+        for setting in in_file
+        if (wrong := _wrong_type(setting))
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _wrong_type(setting: Setting) -> str:
+    """What is wrong with the type of a value in the file, or ""."""
+    wanted, value = _type_of(setting.key), setting.value
+    if wanted is bool and not isinstance(value, bool):
+        what = "a string" if isinstance(value, str) else "no boolean"
+        return f"this is {what}, wanted is true or false, without quotes"
+    if wanted in (int, float) and isinstance(value, str):
+        return "this is a string, wanted is a number, without quotes"
+    if wanted is int and isinstance(value, float):
+        return "wanted is a whole number, written without a point or an exponent"
+    return ""
+
+
+def _type_of(key: Key) -> object:
+    """The annotation of a known key's field; None for a table."""
+    if len(key) != (3 if key[0] == CLASSES else 2):
+        return None
+    section = TrafficClassConfig if key[0] == CLASSES else ServerConfig.model_fields[key[0]].annotation
+    assert isinstance(section, type)
+    assert issubclass(section, BaseModel)
+    return section.model_fields[key[-1]].annotation
+
+
 def _did_you_mean(setting: Setting, known: Sequence[Key]) -> str:
     names = {".".join(key): key for key in known}
     near = difflib.get_close_matches(setting.name, names, n=1, cutoff=0.6)
@@ -397,7 +450,7 @@ def _did_you_mean(setting: Setting, known: Sequence[Key]) -> str:
 def _explain(problem: Any, merged: Mapping[Key, Setting]) -> str:  # noqa: ANN401
     """One of pydantic's errors as a sentence that names the keys and where their values came from."""
     key = tuple(str(part) for part in problem["loc"])
-    name, message = ".".join(key), str(problem["msg"]).removeprefix("Value error, ")
+    name, message = ".".join(key), _in_words(problem, key)
     if key in merged and merged[key].value != {}:
         return f"{name} is {str(merged[key].value)!r} ({merged[key].origin}): {message}"
     if problem["type"] == "missing":
@@ -408,6 +461,33 @@ def _explain(problem: Any, merged: Mapping[Key, Setting]) -> str:  # noqa: ANN40
         f"{setting.name}: {setting.origin}" for setting in named or inside if setting.origin != "default"
     )
     return message + (f" ({origins})" if origins else "")
+
+
+_BOUNDS = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+}
+_NO_SUCH_VALUE = {
+    "int_parsing": "wanted is a whole number",
+    "float_parsing": "wanted is a number",
+    "bool_parsing": "wanted is true or false",
+}
+
+
+def _in_words(problem: Any, key: Key) -> str:  # noqa: ANN401
+    """What pydantic says is wrong, with units."""
+    kind = problem["type"]
+    if kind in _NO_SUCH_VALUE:
+        return _NO_SUCH_VALUE[kind]
+    if kind not in _BOUNDS:
+        return str(problem["msg"]).removeprefix("Value error, ")
+    words, bound_name = _BOUNDS[kind]
+    bound = problem["ctx"][bound_name]
+    if _type_of(key) is ByteSize:
+        return f"this is {_size_text(int(problem['input']), ' ')}, {words} {_size_text(bound, ' ')} is allowed"
+    unit = " s" if key[-1].endswith("_s") else ""
+    return f"{words} {int(bound)}{unit} is allowed"
 
 
 def _origin_of_table(key: Key, merged: Mapping[Key, Setting]) -> str:
@@ -425,11 +505,11 @@ def _with_origins(config: ServerConfig, origins: Mapping[Key, str]) -> Iterator[
         yield Setting(key, value, origins.get(key, "default"))
 
 
-def _size_text(size: int) -> str:
+def _size_text(size: int, space: str = "") -> str:
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size and size % (1 << shift) == 0:
-            return f"{size >> shift}{unit}"
-    return f"{size}B"
+            return f"{size >> shift}{space}{unit}"
+    return f"{size}{space}B"
 
 
 _DEFAULTS = {CLASSES: {name: traffic.model_dump() for name, traffic in DEFAULT_TRAFFIC_CLASSES.items()}}

@@ -403,7 +403,7 @@ def _check_traffic_class(store: LocalStore, name: str) -> None:
     """Before any byte is taken: the store would say so only with the first group."""
     names = [traffic_class.name for traffic_class in store.traffic_classes()]
     if name and name not in names:
-        raise UnknownTrafficClassError(f"unknown traffic class {name[:64]!r}; there are {', '.join(names)}")
+        raise UnknownTrafficClassError(f"traffic class {name!r} is unknown; known are {', '.join(sorted(names))}")
 
 
 def _check_state_name(prefix_hash: bytes, name: str) -> None:

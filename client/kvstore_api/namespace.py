@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NewType
@@ -90,8 +91,12 @@ class NamespaceSpec:
                 f"block_tokens is {self.block_tokens}, this store's blocks hold {BLOCK_TOKENS} tokens; regroup the engine's pages"
             )
         _check_number("block_bytes", self.block_bytes, MIN_BLOCK_BYTES, MAX_BLOCK_BYTES)
+        _check_items("parallel", self.parallel, ParallelDimension)
         _check_parallel(self.parallel)
+        _check_items("groups", self.groups, KvGroup)
         _check_groups(self.groups)
+        if not isinstance(self.labels, Mapping):
+            raise NamespaceSpecError(f"labels is {self.labels!r}, wanted is a dict of text to text")
         if len(self.labels) > _MAX_ITEMS:
             raise NamespaceSpecError(f"labels has {len(self.labels)} entries, at most {_MAX_ITEMS} are allowed")
         for key, value in self.labels.items():
@@ -218,6 +223,11 @@ def _check_text(name: str, value: object, *, may_be_empty: bool = False) -> None
 def _check_number(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise NamespaceSpecError(f"{name} is {value!r}, allowed are {low} to {high}")
+
+
+def _check_items(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, tuple | list) or not all(isinstance(item, kind) for item in value):
+        raise NamespaceSpecError(f"{name} is {value!r}, wanted is a tuple of {kind.__name__}")
 
 
 def _check_parallel(parallel: tuple[ParallelDimension, ...]) -> None:

@@ -10,12 +10,20 @@ from kvstore_client.results import DEADLINE, Failure
 
 
 class Budget:
-    """Counts down from its creation, on the monotonic clock."""
+    """Counts down from its creation, on the monotonic clock.
 
-    __slots__ = ("_end_s", "total_s")
+    Attributes:
+        total_s: all of it.
+        callers_own: given with the call, not computed from the configuration.
+        drawn_on: whether some of it was left when it was first asked for. Before that, nothing has been sent.
+    """
 
-    def __init__(self, total_s: float) -> None:
+    __slots__ = ("_end_s", "callers_own", "drawn_on", "total_s")
+
+    def __init__(self, total_s: float, *, callers_own: bool = False) -> None:
         self.total_s = total_s
+        self.callers_own = callers_own
+        self.drawn_on = False
         self._end_s = time.monotonic() + total_s
 
     def remaining_s(self) -> float:
@@ -23,6 +31,7 @@ class Budget:
         remaining = self._end_s - time.monotonic()
         if remaining <= 0:
             raise CallFailedError(self.failure())
+        self.drawn_on = True
         return remaining
 
     def failure(self) -> Failure:

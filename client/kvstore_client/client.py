@@ -124,7 +124,10 @@ class NamespaceHandle:
     ) -> Chain:
         """The prefix hashes of all full blocks of `token_ids` in this namespace; see `prefix_seed` and `prefix_hashes`.
 
-        Raises: ValueError: a token id is not in [0, 2**32), or there are more than 65,536 blocks.
+        Raises:
+            TokenIdError: `token_ids` is no flat list of integers in [0, 2**32).
+            TypeError: `salt` or `adapter` is not bytes.
+            ValueError: there are more than 65,536 blocks.
         """
         seed = prefix_seed(self.digest, salt=salt, adapter=adapter)
         return prefix_hashes(seed, token_ids, self.block_tokens, extra_keys)
@@ -223,7 +226,8 @@ class NamespaceHandle:
                 not change during the call, and nothing reads them after the return.
             traffic_class: what they are kept for; empty for the server's default.
         Returns: a result per block. Blocks without confirmation count as rejected, whether they were stored or not.
-        Raises: ValueError, TypeError: the blocks do not fit the chain or the namespace.
+        Raises: ValueError, TypeError: the blocks do not fit the chain or the namespace. One block of the wrong size in a list
+            is the caller's mistake: it is raised for the whole call, before anything is sent, and no other block is stored.
         """
         buffers = blocks_to_read(blocks, self.block_bytes)
         header = requests.put_header(self.digest, chain, first_block, buffers.count, traffic_class)
@@ -315,7 +319,9 @@ class NamespaceHandle:
         return report
 
     def _budget(self, budget_s: float | None, size_bytes: int) -> Budget:
-        return Budget(self._config.budget_s(size_bytes) if budget_s is None else check_budget_s(budget_s))
+        if budget_s is None:
+            return Budget(self._config.budget_s(size_bytes))
+        return Budget(check_budget_s(budget_s), callers_own=True)
 
     def _call(
         self, connection: Connection, name: str, budget: Budget, attempt: Callable[[Methods, Budget], T]
@@ -328,7 +334,8 @@ class NamespaceHandle:
             outcome = error.failure
         failure = outcome if isinstance(outcome, Failure) else None
         connection.stats.call(name, failure)
-        connection.health.note(failure)
+        if budget.drawn_on or not budget.callers_own:  # else nothing was sent, which says nothing about the store
+            connection.health.note(failure)
         if failure is not None:
             raise_if_config_error(failure)
         return outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvstore_client import target as targets
 from kvstore_client.errors import KVStoreConfigError
 
 
@@ -13,7 +14,8 @@ class ClientConfig:
     """How to reach a store, and how long to wait for it.
 
     Attributes:
-        target: a gRPC target: "host:port", "unix:/path", "dns:///name:port".
+        target: a gRPC target: "host:port", "[ipv6]:port", "unix:/path", "unix-abstract:name", "dns:///host:port",
+            "ipv4:address:port", "ipv6:[address]:port". The port, 1 to 65535, must be given.
         base_budget_s: every call's time, whatever its size. A larger value saves hits on a slow network and lets a sick
             store hold a request for longer.
         budget_bandwidth_bytes_per_s: each call gets its bytes divided by this on top.
@@ -33,8 +35,9 @@ class ClientConfig:
     reconnect_backoff_max_s: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.target, str) or not self.target or any(c.isspace() for c in self.target):
-            raise KVStoreConfigError("INVALID_CONFIG", f"target is {self.target!r}; wanted is e.g. '127.0.0.1:7420'")
+        text = isinstance(self.target, str) and not any(c.isspace() for c in self.target)
+        if not text or not targets.is_possible(self.target):
+            raise KVStoreConfigError("INVALID_CONFIG", f"target is {self.target!r}; wanted is {targets.WANTED}")
         self._check("base_budget_s", 0.0, 3600.0)
         self._check("budget_bandwidth_bytes_per_s", 1e3, 1e15)
         self._check("register_timeout_s", 0.0, 3600.0)

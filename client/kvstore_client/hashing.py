@@ -28,7 +28,7 @@ _TOKEN_LIMIT = 1 << 32
 
 
 class TokenIdError(ValueError):
-    """A token id is not an integer in [0, 2**32); names the position and the value."""
+    """A token id is not an integer in [0, 2**32), named with its position; or there is no list of them."""
 
 
 def prefix_seed(namespace: bytes, *, salt: bytes = b"", adapter: bytes = b"") -> bytes:
@@ -38,9 +38,15 @@ def prefix_seed(namespace: bytes, *, salt: bytes = b"", adapter: bytes = b"") ->
         namespace: the namespace's 32-byte digest.
         salt: separates users of one namespace (a tenant's or a session's secret); any bytes.
         adapter: identity of a LoRA or other adapter, with its revision; any bytes.
+    Raises:
+        TypeError: salt or adapter is not bytes; text has no bytes until it is encoded.
+        ValueError: the digest has not 32 bytes.
     """
     if len(namespace) != HASH_BYTES:
         raise ValueError(f"namespace digest has {len(namespace)} bytes, not {HASH_BYTES}")
+    for name, value in (("salt", salt), ("adapter", adapter)):
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise TypeError(f"{name} is {type(value).__name__}, wanted is bytes")
     fields = (_SEED_DOMAIN, namespace, salt, adapter)
     return hashlib.sha256(b"".join(encoding.field(tag, value) for tag, value in enumerate(fields))).digest()
 
@@ -60,14 +66,14 @@ def prefix_hashes(
         extra_keys: block position -> what else its KV depends on (digests of images, say), in order.
     Returns: a chain of n_tokens // block_tokens hashes. A partial last block has no name.
     Raises:
-        TokenIdError: an id is out of range or no integer; never wrapped.
+        TokenIdError: an id is out of range or no integer, never wrapped; or `token_ids` is no list or array of them.
         ValueError: the seed has not 32 bytes, block_tokens is not positive, or the chain would be over 65,536 blocks.
     """
     if len(seed) != HASH_BYTES:
         raise ValueError(f"seed has {len(seed)} bytes, not {HASH_BYTES}; make it with prefix_seed")
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}, it must be positive")
-    block_count = len(token_ids) // block_tokens
+    block_count = _count(token_ids) // block_tokens
     if block_count > MAX_CHAIN_BLOCKS:
         raise ValueError(f"{len(token_ids)} tokens are {block_count} blocks, the limit is {MAX_CHAIN_BLOCKS}")
     tokens = _as_u32(token_ids).tobytes()
@@ -80,6 +86,15 @@ def prefix_hashes(
         current = hashlib.sha256(current + tokens[block * stride : (block + 1) * stride] + keys).digest()
         hashes.append(current)
     return Chain(b"".join(hashes))
+
+
+def _count(token_ids: Sequence[int] | NDArray[np.integer]) -> int:
+    try:
+        return len(token_ids)
+    except TypeError:
+        raise TokenIdError(
+            f"token_ids is {type(token_ids).__name__}, wanted is a flat list or array of integers"
+        ) from None
 
 
 def _as_u32(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint32]:

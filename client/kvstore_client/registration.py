@@ -35,6 +35,7 @@ def ensure_registered(connection: Connection, digest: bytes, request: bytes, tim
     """
     if digest in connection.registered:
         return
+    budget.remaining_s()  # a call without any time left starts nothing
     pending = _start_or_join(connection, digest, request, timeout_s)
     try:
         reply = pending.result(timeout=budget.remaining_s())

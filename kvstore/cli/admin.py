@@ -14,7 +14,7 @@ from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_evict import evict
 from kvstore.cli.admin_status import status
 from kvstore.cli.admin_values import check_address, parse_duration
-from kvstore.cli.output import OutputFormat, Result, emit, print_error
+from kvstore.cli.output import OutputFormat, Result, emit, print_error, whole_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -67,7 +67,8 @@ app.add_typer(admin_block.app, name="block")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"kvstore-admin {version('kvstore')}")
+        with whole_output():
+            print(f"kvstore-admin {version('kvstore')}")
         raise typer.Exit
 
 

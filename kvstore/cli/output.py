@@ -10,12 +10,13 @@ import json
 import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -89,15 +90,38 @@ class Result(ABC):
 
 
 def emit(result: Result, output_format: OutputFormat) -> None:
-    """Print a result on stdout, whole; a reader that went away ends the program quietly."""
-    try:
+    """Print a result on stdout, whole; see `whole_output` for what can go wrong."""
+    with whole_output():
         if output_format is OutputFormat.JSON:
             print(json.dumps(to_json(result), indent=2))
         else:
             _print_tables(result.sections())
-        sys.stdout.flush()
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Around what prints on stdout. A reader that went away ends the program quietly.
+
+    Raises: CommandError: stdout cannot be written.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A name outside the terminal's character set must not keep the rest from being shown.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+        if sys.stdout is not None:  # which it is when the caller closed it
+            sys.stdout.flush()
     except BrokenPipeError:
-        _leave_after_broken_pipe()
+        _discard_output()
+        raise SystemExit(ExitCode.BROKEN_PIPE) from None
+    except OSError as error:
+        _discard_output()
+        raise CommandError(
+            f"cannot write to stdout: {error.strerror}",
+            reason="OUTPUT_FAILED",
+            exit_code=ExitCode.ERROR,
+            fix="make room, or send the output elsewhere",
+        ) from None
 
 
 def print_error(error: CommandError) -> None:
@@ -144,9 +168,6 @@ def printable(text: str) -> str:
 
 
 def _print_tables(sections: Iterable[Section]) -> None:
-    if isinstance(sys.stdout, TextIOWrapper):
-        # A name outside the terminal's character set must not keep the rest from being shown.
-        sys.stdout.reconfigure(errors="backslashreplace")
     console = _console()
     with console.capture() as captured:
         for position, section in enumerate(sections):
@@ -198,7 +219,6 @@ def _cell(value: Cell, *, shorten: bool) -> str:
     return f"{value:,}" if isinstance(value, int) else printable(value)
 
 
-def _leave_after_broken_pipe() -> NoReturn:
+def _discard_output() -> None:
     # The interpreter flushes stdout once more at its end; into /dev/null that cannot fail again.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    raise SystemExit(ExitCode.BROKEN_PIPE)

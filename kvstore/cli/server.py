@@ -13,6 +13,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from kvstore.allocator import keep_freed_buffers
+from kvstore.cli.admin_errors import CommandError
+from kvstore.cli.output import print_error, printable, whole_output
 from kvstore.clock import SystemClock
 from kvstore.config import Key, LoadedConfig, Setting, load_config
 from kvstore.errors import KvStoreError
@@ -50,7 +52,8 @@ ConfigOption = Annotated[
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvstore-server {version()}")
+        with whole_output():
+            print(f"kvstore-server {version()}")
         raise typer.Exit
 
 
@@ -113,19 +116,26 @@ def show(
 ) -> None:
     """Print every key, its value and where it came from. Takes the server's flags before `config`.
 
+    In JSON, values are numbers, booleans and strings; sizes are in bytes. Exit codes: as of the server, and 141 when
+    whoever read the output went away.
+
     Example: kvstore-server --capacity 1TiB config show --config kvstore.toml
     """
     file, settings = context.obj
     loaded = _load(config or file, settings)
-    if output is Output.JSON:
-        typer.echo(
-            json.dumps([{"key": s.name, "value": s.text, "origin": s.origin} for s in loaded.settings], indent=2)
-        )
-        return
+    with whole_output():
+        if output is Output.JSON:
+            rows = [{"key": s.name, "value": s.plain, "origin": s.origin} for s in loaded.settings]
+            print(json.dumps(rows, indent=2))
+        else:
+            _print_table(loaded)
+
+
+def _print_table(loaded: LoadedConfig) -> None:
     key_width = max(len(setting.name) for setting in loaded.settings)
     value_width = max(len(setting.text) for setting in loaded.settings)
     for setting in loaded.settings:
-        typer.echo(f"{setting.name:<{key_width}}  {setting.text or '-':<{value_width}}  {setting.origin}")
+        print(printable(f"{setting.name:<{key_width}}  {setting.text or '-':<{value_width}}  {setting.origin}"))
 
 
 def _load(path: Path | None, flags: list[Setting]) -> LoadedConfig:
@@ -150,8 +160,12 @@ def _fail(reason: str, error: Exception) -> NoReturn:
 
 
 def main() -> None:
-    """The command's entry point."""
-    app()
+    """Run the process's command line."""
+    try:
+        app()
+    except CommandError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -253,8 +255,7 @@ def test_excess_gets_are_refused_and_match_and_health_go_on(tmp_path):
         client.put_blocks(namespace, chain, REFERENCE_BLOCK_BYTES)
         # Far more than fits in the connection's window: the calls wait for a reader who does not read.
         busy = [client.blocks.GetBlocks(get_request(namespace, chain)) for _ in range(2)]
-        for stream in busy:
-            next(stream)
+        first_frames = [next(stream) for stream in busy]
         with refused(grpc.StatusCode.UNAVAILABLE, "OVERLOADED", "2 read calls", "the limit is 2"):
             client.get(namespace, chain)
         with connected(server) as other:
@@ -264,7 +265,7 @@ def test_excess_gets_are_refused_and_match_and_health_go_on(tmp_path):
         busy[0].cancel()
         until(lambda: scrape(server)['kvstore_pool_pending{pool="read"}'] == 1)
         assert len(client.get(namespace, chain[:3])[0]) == 3
-        assert sum(len(frame.blocks) for frame in busy[1]) == 400 - MAX_FRAME_DATA_BYTES // REFERENCE_BLOCK_BYTES
+        assert sum(len(frame.blocks) for frame in [first_frames[1], *busy[1]]) == 400
 
 
 def test_a_call_whose_deadline_passes_gives_its_place_back(tmp_path):
@@ -511,13 +512,62 @@ def test_config_show_prints_each_value_and_where_it_came_from(tmp_path):
     )
     assert shown.returncode == 0, shown.stderr
     rows = {row["key"]: (row["value"], row["origin"]) for row in json.loads(shown.stdout)}
-    assert rows["store.capacity"] == ("1GiB", "flag --capacity")
-    assert rows["store.lease_s"] == ("5.0", f"file {path}")
+    assert rows["store.capacity"] == (1 << 30, "flag --capacity")
+    assert rows["store.lease_s"] == (5.0, f"file {path}")
     assert rows["log.level"] == ("debug", "environment KVSTORE_LOG__LEVEL")
-    assert rows["traffic_classes.batch.ttl_s"] == ("60", f"file {path}")
+    assert rows["traffic_classes.batch.ttl_s"] == (60, f"file {path}")
+    assert rows["server.allow_remote"] == (False, "default")
+    assert rows["server.read_threads"] == (8, "default")
+    assert rows["server.data_dir"] == ("/var/lib/kvstore", "default")
     assert rows["server.listen"] == ("127.0.0.1:7420", "default")
     table = run_server("config", "show").stdout.splitlines()
     assert re.search(r"^store\.capacity +10GiB +default$", "\n".join(table), re.M)
+
+
+@pytest.mark.parametrize("words", ["--version", "config show", "config show -o json"])
+def test_a_full_disk_behind_stdout_is_an_error_in_one_line(words):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "kvstore.cli.server", *words.split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=WAIT_S,
+        )
+    assert ended.stderr == (
+        "error: cannot write to stdout: No space left on device [OUTPUT_FAILED]\n"
+        "fix: make room, or send the output elsewhere\n"
+    )
+    assert ended.returncode == 1
+
+
+def test_a_reader_that_went_away_ends_config_show_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvstore.cli.server", "config", "show"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_an_unknown_traffic_class_is_told_in_the_same_words_by_every_call(client):
+    namespace = client.register(make_spec(1000, "words"))
+    chain = make_chain("words", 1)
+    calls = [
+        lambda: client.match(namespace, chain, traffic_class="agnet"),
+        lambda: client.put(header(namespace, chain, traffic_class="agnet")),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.details() == "traffic class 'agnet' is unknown; known are agent, chatbot, handoff"
 
 
 def test_the_version_is_printed():

@@ -27,6 +27,7 @@ from kvstore_client import (
     NamespaceSpecError,
     ReplayMode,
     ResumePlan,
+    TokenIdError,
     prefix_hashes,
 )
 from kvstore_client.budget import Budget, check_budget_s
@@ -453,6 +454,19 @@ def test_handle_says_what_its_namespace_is_and_hashes_in_it():
     assert len(namespace.chain(range(300))) == 2
 
 
+@pytest.mark.parametrize("arguments", [{"salt": "x"}, {"adapter": "x"}], ids=repr)
+def test_text_as_salt_or_adapter_is_refused_by_name(namespace, arguments):
+    (name,) = arguments
+    with pytest.raises(TypeError, match=f"^{name} is str, wanted is bytes$"):
+        namespace.chain(range(256), **arguments)
+
+
+@pytest.mark.parametrize("token_ids", [None, 7, iter([1])], ids=["None", "int", "iterator"])
+def test_token_ids_that_are_no_list_are_refused_by_name(namespace, token_ids):
+    with pytest.raises(TokenIdError, match=f"^token_ids is {type(token_ids).__name__}, wanted is"):
+        namespace.chain(token_ids)
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
@@ -475,6 +489,76 @@ def test_impossible_setting_is_refused_by_its_name(settings, field):
     with pytest.raises(KVStoreConfigError, match=f"^{field} is ") as raised:
         ClientConfig(**settings)
     assert raised.value.reason == "INVALID_CONFIG"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "127.0.0.1:1",
+        "store-0.stores.example:65535",
+        "store_0:7420",
+        "[::1]:7420",
+        "[fe80::1%eth0]:7420",
+        "unix:/run/kvstore.sock",
+        "unix:///run/kvstore.sock",
+        "unix:kvstore.sock",
+        "unix-abstract:kvstore",
+        "dns:store:7420",
+        "dns:///store:7420",
+        "dns:///[::1]:7420",
+        "ipv4:127.0.0.1:7420",
+        "ipv4:127.0.0.1:7420,127.0.0.2:7420",
+        "ipv6:[::1]:7420",
+        "ipv6:[::1]:7420,[::2]:7420",
+        "ipv6:%5B::1%5D:7420",
+    ],
+)
+def test_every_form_of_a_target_is_taken(target):
+    assert ClientConfig(target=target).target == target
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "127.0.0.1",
+        "127.0.0.1:",
+        "127.0.0.1:0",
+        "127.0.0.1:65536",
+        "127.0.0.1:99999",
+        "127.0.0.1:-1",
+        "127.0.0.1:7420/",
+        "127.0.0.1:7420,127.0.0.2:7420",
+        "127.0.0.1:\u0661",
+        "foo",
+        "foo:http",
+        ":7420",
+        "::1:7420",
+        "[::1]",
+        "[::1]:99999",
+        "[::g]:7420",
+        "http://127.0.0.1:7420",
+        "xds:///store:7420",
+        "unix:",
+        "unix://",
+        "unix://run/kvstore.sock",
+        "unix-abstract:",
+        "dns:",
+        "dns:store",
+        "dns:///store:99999",
+        "dns:7420",
+        "ipv4:127.0.0.1",
+        "ipv4:store:7420",
+        "ipv4:127.0.0.1:7420,",
+        "ipv6:::1",
+        "ipv6:[127.0.0.1]:7420",
+    ],
+)
+def test_target_that_can_never_answer_is_refused_with_an_example(target):
+    with pytest.raises(KVStoreConfigError) as raised:
+        ClientConfig(target=target)
+    assert raised.value.reason == "INVALID_CONFIG"
+    assert raised.value.detail.startswith(f"target is {target!r}; wanted is")
+    assert "'127.0.0.1:7420'" in raised.value.detail
 
 
 def test_default_budget_is_50_ms_and_the_bytes_at_200_mb_per_s():
@@ -592,6 +676,35 @@ def test_outage_is_one_line_and_its_end_another(caplog):
     assert lines[0][0] == "WARNING"
     assert f"store {target} does not answer: DEADLINE" in lines[0][1]
     assert lines[1] == ("INFO", f"store {target} answers again, after 3 failed calls")
+
+
+@every_call
+@pytest.mark.parametrize("registered", [True, False])
+def test_callers_own_used_up_budget_is_no_outage(peer, namespace, caplog, call, registered):
+    caplog.set_level(logging.INFO, "kvstore_client")
+    succeed(peer)
+    if registered:
+        assert namespace.register() is None
+    assert CALLS[call][1](namespace, budget_s=0).failure.reason == "DEADLINE"
+    assert peer.calls == ["RegisterNamespace"] * registered
+    assert CALLS[call][1](namespace).failure is None
+    assert [record.getMessage() for record in caplog.records if record.name == "kvstore_client"] == []
+
+
+def test_used_up_budget_and_a_call_that_sends_nothing_do_not_end_an_outage(peer, namespace, caplog):
+    caplog.set_level(logging.INFO, "kvstore_client")
+    assert namespace.register() is None
+    peer.answers["MatchPrefix"] = peer.stall
+    assert namespace.match(CHAIN, budget_s=0.05).failure.reason == "DEADLINE"
+    assert namespace.match(CHAIN, budget_s=0).failure.reason == "DEADLINE"
+    assert namespace.register(budget_s=1) is None
+    assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
+
+
+def test_configured_budget_that_is_always_used_up_is_not_hidden(peer, caplog):
+    with client_of(peer.target, base_budget_s=1e-9, budget_bandwidth_bytes_per_s=1e15) as client:
+        assert client.namespace(SPEC).match(CHAIN).failure.reason == "DEADLINE"
+    assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
 
 
 def test_restarted_server_is_found_again():

@@ -145,6 +145,64 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path, content):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[server]\nread_threads = "8"', "server.read_threads is '8' (file {}): this is a string, wanted is a number"),
+        ('[server]\nallow_remote = "yes"', "server.allow_remote is 'yes' (file {}): this is a string, wanted is true"),
+        ("[server]\nallow_remote = 1", "server.allow_remote is '1' (file {}): this is no boolean, wanted is true"),
+        ("[server]\nread_threads = 8.0", "server.read_threads is '8.0' (file {}): wanted is a whole number"),
+        ('[store]\nlease_s = "5"', "store.lease_s is '5' (file {}): this is a string, wanted is a number"),
+        ('[traffic_classes.mine]\nttl_s = "5"', "traffic_classes.mine.ttl_s is '5' (file {}): this is a string"),
+    ],
+)
+def test_a_value_of_another_type_in_the_file_is_not_guessed_at(tmp_path, toml, message):
+    assert refusal(tmp_path, toml).startswith(message.format(f"{tmp_path}/kvstore.toml"))
+
+
+def test_text_in_the_environment_and_sizes_in_the_file_are_read_as_what_is_wanted(tmp_path):
+    environment = {"KVSTORE_SERVER__READ_THREADS": "9", "KVSTORE_SERVER__ALLOW_REMOTE": "yes"}
+    config = load(tmp_path, '[store]\ncapacity = "5GiB"\nput_queue = 2097152', environment).config
+    assert (config.server.read_threads, config.server.allow_remote) == (9, True)
+    assert (config.store.capacity, config.store.put_queue) == (5 << 30, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2097152", 2 << 20), ("2097152B", 2 << 20), ("2048KiB", 2 << 20), ("2 MiB", 2 << 20), ("3Gi", 3 << 30)],
+)
+def test_a_size_is_bytes_or_has_a_binary_unit(text, size):
+    flag = Setting(("store", "capacity"), text, "flag --capacity")
+    assert load_config(flags=(flag,)).config.store.capacity == size
+
+
+@pytest.mark.parametrize("text", ["10GB", "10G", "10gb", "-1GiB", "1e9", "1.5GiB", "", "GiB", "1GiB\n"])
+def test_a_size_in_another_unit_is_refused(tmp_path, text):
+    flag = Setting(("store", "capacity"), text, "flag --capacity")
+    assert refusal(tmp_path, flags=(flag,)) == (
+        f"store.capacity is {text!r} (flag --capacity): write bytes, or a number with KiB, MiB, GiB or TiB, e.g. 10GiB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("STORE__CAPACITY", "5", "this is 5 B, at least 1 MiB is allowed"),
+        ("STORE__SEGMENT_SIZE", "5GiB", "this is 5 GiB, at most 4 GiB is allowed"),
+        ("TRAFFIC_CLASSES__AGENT__TTL_S", "0", "at least 1 s is allowed"),
+        ("STORE__LEASE_S", "0", "more than 0 s is allowed"),
+        ("SERVER__READ_THREADS", "2000", "at most 1024 is allowed"),
+        ("SERVER__READ_THREADS", "many", "wanted is a whole number"),
+        ("STORE__LEASE_S", "long", "wanted is a number"),
+        ("SERVER__ALLOW_REMOTE", "maybe", "wanted is true or false"),
+    ],
+)
+def test_bounds_are_told_in_words(tmp_path, name, value, words):
+    assert refusal(tmp_path, environment={f"KVSTORE_{name}": value}).endswith(
+        f" is '{value}' (environment KVSTORE_{name}): {words}"
+    )
+
+
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.toml: No such file"):
         load_config(tmp_path / "absent.toml")
@@ -202,7 +260,7 @@ def test_a_size_over_1_eib_is_refused(tmp_path, key, value):
 
 
 def test_a_capacity_of_1_eib_is_taken(tmp_path):
-    assert load(tmp_path, '[store]\ncapacity = "1EiB"').config.store.capacity == 1 << 60
+    assert load(tmp_path, '[store]\ncapacity = "1048576TiB"').config.store.capacity == 1 << 60
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -84,6 +85,31 @@ def test_every_command_is_installed_and_tells_its_use(command):
     path = Path(sys.executable).parent / command
     done = subprocess.run([path, "--help"], capture_output=True, text=True, check=True, timeout=60)
     assert "Usage" in done.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+@pytest.mark.parametrize(
+    ("command", "extra"), [("kvstore-server", "server"), ("kvstore-admin", "server"), ("kvstore-bench", "bench")]
+)
+def test_a_command_without_its_extra_says_what_to_install(command, extra, missing):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[command].split(":")
+    code = f"import sys; sys.modules[{missing!r}] = None; from {module} import {function} as run; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr == (
+        f"error: {command} needs the packages of the {extra} extra ({missing} is missing) [MISSING_PACKAGES]\n"
+        f"fix: pip install 'kvstore[{extra}]'\n"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["kvstore-server", "kvstore-admin", "kvstore-bench"])
+def test_the_declared_entry_point_runs_the_command(command):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[command].split(":")
+    code = f"import sys; from {module} import {function} as run; sys.argv = [{command!r}, '--version']; run()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"{command} {metadata.version('kvstore')}\n"
 
 
 def test_every_dependency_is_explained():

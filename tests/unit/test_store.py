@@ -815,7 +815,9 @@ def test_a_reader_sees_a_block_whole_or_not_at_all(store, namespace):
 
 
 @pytest.mark.parametrize("stalled_write", range(4))  # header, payloads, use rows, rows
-def test_a_block_whose_write_is_stalled_half_way_is_a_miss_until_it_is_committed(store, namespace, device, stalled_write):
+def test_a_block_whose_write_is_stalled_half_way_is_a_miss_until_it_is_committed(
+    store, namespace, device, stalled_write
+):
     chain = chain_of(namespace, 1, 4)
     device.stall_write_after = stalled_write
     future = store.submit_put(namespace, chain, [put_block(chain, block) for block in range(4)])
