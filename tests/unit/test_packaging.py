@@ -118,3 +118,8 @@ def test_every_dependency_is_explained():
         name = line.split(">")[0].split("<")[0].split("=")[0].split(";")[0].split("[")[0].strip()
         if name != "kvstore":
             assert f"`{name}`" in page, f"{name} is not in docs/dependencies.md"
+
+
+def test_no_page_waits_for_its_figures():
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md")]:
+        assert "<!--" not in page.read_text(), page
