@@ -367,9 +367,14 @@ class LocalStore:
                 live[where] = self._ttls.live(segment.uses[slots], now_s)
         return live
 
-    def _by_segment(self, addrs: NDArray[np.void]) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
-        """Each segment that some of the addresses are in, with their positions."""
+    def _by_segment(self, addrs: NDArray[np.void]) -> Iterator[tuple[Segment, NDArray[np.intp] | slice]]:
+        """Each segment that some of the addresses are in, with their positions: an index for arrays of that length."""
         ids = addrs["segment_id"]
+        if len(ids) and (ids == ids[0]).all():  # the usual case, and much cheaper than telling several apart
+            segment = self._segments.get(int(ids[0]))
+            if segment is not None:
+                yield segment, slice(0, len(ids))
+            return
         for segment_id in np.unique(ids).tolist():
             segment = self._segments.get(segment_id)
             if segment is not None:
@@ -380,7 +385,7 @@ class LocalStore:
         leased = 0
         for segment, where in self._by_segment(addrs):
             segment.extend_lease(math.ceil(deadline_s))
-            leased += len(where) if segment.state != fmt.STATE_RETIRED else 0
+            leased += len(addrs["slot"][where]) if segment.state != fmt.STATE_RETIRED else 0
         return leased == len(addrs)
 
     def _touch(self, addrs: NDArray[np.void], class_id: ClassId, now_s: int) -> None:
