@@ -246,11 +246,6 @@ class BlockIndex:
         with contextlib.suppress(OSError):
             (self._directory / _DAMAGED_FILE).touch()
 
-    def count(self) -> int:
-        """Entries."""
-        with self._env.begin() as txn:
-            return int(txn.stat(self._blocks)["entries"])
-
 
 def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
     """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""

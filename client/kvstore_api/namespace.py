@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NewType
 
@@ -126,10 +126,6 @@ class NamespaceSpec:
         for key in sorted(self.labels):
             parts.append(encoding.field(11, encoding.text_field(1, key) + encoding.text_field(2, self.labels[key])))
         return NamespaceDigest(hashlib.sha256(b"".join(parts)).digest())
-
-    def with_tenant(self, tenant: str) -> NamespaceSpec:
-        """The same spec for another tenant."""
-        return replace(self, tenant=tenant)
 
     def to_proto(self) -> types_pb2.NamespaceSpec:
         """The wire form."""

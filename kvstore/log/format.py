@@ -120,7 +120,9 @@ class SegmentHeader:
         if found != crc:
             raise CorruptDataDirError(f"{name}: header crc {found:#010x}, want {crc:#010x}")
         if version != FORMAT_VERSION:
-            raise FormatVersionError(f"{name}: format version {version}, this server writes and reads {FORMAT_VERSION}")
+            raise FormatVersionError(
+                f"{name}: format version {version}, this server reads and writes {FORMAT_VERSION}; use the server that wrote it"
+            )
         return cls(SegmentId(segment_id), store_id, ClassId(class_id), rows, created)
 
 

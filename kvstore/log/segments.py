@@ -12,7 +12,6 @@ from kvstore.log.segment import Segment, row_capacity, segment_name
 from kvstore.types import SegmentId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from kvstore.log.device import Device
@@ -36,15 +35,14 @@ class SegmentSet:
         self._retiring: list[Segment] = []  # writer thread only
         self._damaged_bytes = 0
 
-    def open_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def open_all(self) -> None:
         """Open every file there is. A damaged one is set aside under another name, loudly.
 
         Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: one cannot be opened now,
             which says nothing about what is in it.
         """
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
-        for done, path in enumerate(paths):
-            progress(done, len(paths))
+        for path in paths:
             try:
                 self._add(Segment.open(path, self._device, self._store_id))
             except CorruptDataDirError as error:
@@ -54,7 +52,6 @@ class SegmentSet:
         self._damaged_bytes = sum(
             path.stat().st_blocks * 512 for path in self._directory.iterdir() if path.suffix == _DAMAGED_SUFFIX
         )
-        progress(len(paths), len(paths))
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float, *, durable: bool) -> Segment:
         """Make a new segment. Raises: OSError."""
