@@ -10,6 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import CATALOG_FILE, Catalog
+from kvstore.clock_file import CLOCK_FILE
 from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 LOCK_FILE = "LOCK"
 SEGMENTS_DIR = "segments"
 INDEX_DIR = "index"
-_EXPECTED = {CATALOG_FILE, f"{CATALOG_FILE}.new", LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+_EXPECTED = {CATALOG_FILE, f"{CATALOG_FILE}.new", LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
 
 
 class DataDir:
@@ -66,7 +67,8 @@ class DataDir:
 
     def small_files_bytes(self) -> int:
         """What `du` counts for everything but segment files and the index's files."""
-        entries = [self.path, self.segments, self.index, self.path / CATALOG_FILE, self.path / LOCK_FILE]
+        files = [self.path / name for name in (CATALOG_FILE, LOCK_FILE, CLOCK_FILE)]
+        entries = [self.path, self.segments, self.index, *files]
         return sum(entry.stat().st_blocks * 512 for entry in entries if entry.exists())
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class BlockIndex:
             return IndexState(False, False, f"it is damaged: {error}")
         if store != self._store_id:
             return self._give_up("it belongs to another store")
-        if not clean and boot != _boot_id():
+        if not clean and boot != boot_id():
             return self._give_up("the machine stopped while it was in use")
         return IndexState(True, clean, "closed in order" if clean else "the last process died")
 
@@ -152,7 +152,7 @@ class BlockIndex:
         # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
         with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
-            txn.put(_META_BOOT, _boot_id())
+            txn.put(_META_BOOT, boot_id())
         self._env.sync(True)
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ def _file_checksum(path: Path) -> bytes:
     return state.hexdigest().encode()
 
 
-def _boot_id() -> bytes:
+def boot_id() -> bytes:
     """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
     try:
         return _BOOT_ID_FILE.read_bytes().strip()

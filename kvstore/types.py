@@ -115,10 +115,11 @@ class StateObject:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Live blocks (state objects included) and their bytes, without padding and tables."""
+    """Live blocks (state objects included) and their bytes, without padding and tables; and what they take with padding."""
 
     blocks: int = 0
     bytes: int = 0
+    taken_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +171,6 @@ class StoreStatus:
     classes: Sequence[tuple[TrafficClass, Usage]]
     namespace_count: int
     durability: str
+    clock_ahead_s: (
+        float  # of the store's time before the wall clock; negative while a jump of the clock is not believed yet
+    )

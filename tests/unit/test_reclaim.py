@@ -14,6 +14,7 @@ import pytest
 from faults import FaultyDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import InvalidArgumentError, StorageError
+from kvstore.log.writer import Stream
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -123,7 +124,7 @@ def test_blocks_that_cannot_be_moved_stay_where_they_are_and_once(tmp_path, cloc
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 40)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(1))
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
     store.delete(namespace, chain, 10, 30)
     device.fail_write_after = 12  # a header, then a few moved blocks, then no more
     store.sweep()
@@ -176,7 +177,7 @@ def test_too_few_descriptors_refuse_the_start_and_harm_nothing(tmp_path, clock):
     chains = [chain_of(namespace, conversation, 1) for conversation in range(40)]
     for chain in chains:
         put(store, namespace, chain)
-        store._on_writer(lambda: store._writer.seal(1))
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
     store.close()
     before = sorted(path.name for path in (tmp_path / "segments").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
