@@ -2,8 +2,8 @@
 quotas and the choice of what to reclaim do not walk all use tables.
 
 A summary is thrown away when the segment changes (appends, flags), when a TTL does, and at the moment its next block may expire.
-Uses only put that moment off, so they need not be noticed: the counts of a summary that stands are exact, and what it says of
-worth is a lower bound. Dropped namespaces are left out when summaries are added up.
+Uses only put that moment off, so they need not be noticed: the counts of a summary that stands are exact, and what was used
+since is worth more than it says. Dropped namespaces are left out when summaries are added up.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ class Share:
     blocks: int
     bytes: int
     taken_bytes: int  # with padding
-    worth_bytes: float  # bytes weighted by worth, at the summary's time
-    fading_bytes: float  # what that loses a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +51,8 @@ class Summary:
     """What a segment held at `as_of_s`."""
 
     shares: Mapping[int, Share]  # by namespace id
+    worth: float  # at that time: the mean of the half of its live bytes that are worth least
+    fading: float  # what that loses a second while nothing is used
     as_of_s: float
     next_expiry_s: float
     changes: int
@@ -142,18 +142,28 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     live = ttls.live(uses, now_s)
     uses = uses[live]
     if not len(uses):
-        return Summary({}, now_s, math.inf, changes, ttls)
+        return Summary({}, 0.0, 0.0, now_s, math.inf, changes, ttls)
     expiry_s, worth, fading = ttls.prospects(uses, now_s)
     lengths = uses[:, fmt.USE_LENGTH].astype(np.int64)
     taken = taken_bytes(lengths)
     ids, owner = np.unique(uses[:, fmt.USE_NAMESPACE], return_inverse=True)
     blocks = np.bincount(owner)
-    sums = [np.bincount(owner, weights=column) for column in (lengths, taken, worth * taken, fading * taken)]
+    sums = [np.bincount(owner, weights=column) for column in (lengths, taken)]
     shares = {
-        int(namespace_id): Share(int(blocks[i]), int(sums[0][i]), int(sums[1][i]), float(sums[2][i]), float(sums[3][i]))
-        for i, namespace_id in enumerate(ids)
+        int(namespace_id): Share(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
     }
-    return Summary(shares, now_s, float(expiry_s.min()), changes, ttls)
+    order = np.argsort(worth)
+    cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
+    weights = taken[cold] / taken[cold].sum()
+    return Summary(
+        shares=shares,
+        worth=float(weights @ worth[cold]),
+        fading=float(weights @ fading[cold]),
+        as_of_s=now_s,
+        next_expiry_s=float(expiry_s.min()),
+        changes=changes,
+        ttls=ttls,
+    )
 
 
 def _clamp(uses: NDArray[np.uint32], now_s: float) -> None:

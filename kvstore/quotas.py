@@ -69,20 +69,26 @@ class QuotaBook:
         self._census, self._segments, self._rules = census, segments, rules
         self._limited = any(quota.limit < 1 for quota in quotas.all())
         self._shared = any(quota.share > 0 for quota in quotas.all())
-        self._held: dict[Holder, int] = {}  # bytes at the last count, and what was put since
-        self.refused: set[Holder] = set()  # whose puts were rejected since `refresh`
+        self._held: dict[Holder, int] = {}  # bytes at the last count, and what was admitted since
+        self._admitted: dict[Holder, int] = {}  # bytes of the group that is being written, which no count sees yet
+        self.refused: set[Holder] = set()  # whose puts were rejected, until it is cleared
+        self.refresh()
 
     def refresh(self) -> None:
         """Count again what everybody holds."""
         if not (self._limited or self._shared):
             return
-        held: dict[Holder, int] = defaultdict(int)
+        held: dict[Holder, int] = defaultdict(int, self._admitted)
         tenants = self._rules().tenants
         for segment in self._segments():
             for namespace_id, share in self._census.live_shares(segment).items():
                 held[Holder(segment.header.class_id, None)] += share.taken_bytes
                 held[Holder(None, tenants.get(namespace_id, ""))] += share.taken_bytes
         self._held = held
+
+    def begin(self) -> None:
+        """A group of puts begins; those of the last one are stored, or have failed."""
+        self._admitted = {}
 
     def admit(self, class_id: int, namespace_id: int, taken_bytes: int) -> KvStoreError | None:
         """Count a block that is about to be stored, or say why it must not be."""
@@ -97,6 +103,7 @@ class QuotaBook:
             return self._refusal(over, taken_bytes)
         for holder in holders:
             self._held[holder] = self._held.get(holder, 0) + taken_bytes
+            self._admitted[holder] = self._admitted.get(holder, 0) + taken_bytes
         return None
 
     def _holders(self, class_id: int, namespace_id: int) -> tuple[Holder, Holder]:

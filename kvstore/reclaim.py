@@ -24,11 +24,11 @@ from kvstore.types import BlockAddr
 from kvstore.worth import payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from kvstore.census import Census, Rules, Share
+    from kvstore.census import Census, Rules
     from kvstore.clock import Clock
     from kvstore.config import StoreConfig
     from kvstore.counters import StoreCounters
@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 # Before anything live is evicted, dead space is given back down to this share of live blocks; unasked, only below the other.
 _COMPACT_BELOW_LIVE_SHARE = 0.75
 _SWEEP_BELOW_LIVE_SHARE = 0.5
+# With no more than this part of its TTL left to any block, a segment is not worth compacting unasked.
+_EXPIRES_SOON_WORTH = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _RECLAIMS_PER_TICK = 4
 _TICKS_PER_COMPACTION = 10
@@ -53,24 +55,13 @@ class _Candidate:
     """A segment that could be reclaimed, and what lives in it."""
 
     segment: Segment
-    shares: Sequence[Share]
-    age_s: float  # of the count behind `shares`
-    protected_bytes: int
-
-    @property
-    def live_bytes(self) -> int:
-        """With padding."""
-        return sum(share.taken_bytes for share in self.shares)
+    live_bytes: int  # with padding
+    worth: float  # at least
 
     @property
     def live_share(self) -> float:
         """Of the payload bytes that the file takes."""
         return self.live_bytes / payload_bytes(self.segment)
-
-    @property
-    def worth(self) -> float:
-        """A lower bound: what was used since the count is worth more."""
-        return segment_worth(self.shares, self.age_s, self.protected_bytes)
 
 
 class Reclaimer:
@@ -118,7 +109,7 @@ class Reclaimer:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
             enough_coming = used - coming + need_bytes <= self._low_bytes
-            if need_bytes > limit or enough_coming or not self._reclaim_one(writer):
+            if need_bytes > limit or enough_coming or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
                     f"{coming} wait for leases to pass and nothing more can be reclaimed now"
@@ -141,7 +132,7 @@ class Reclaimer:
         for _ in range(_RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
-            if not self._above_low or not self._reclaim_one(writer):
+            if not self._above_low or not self._reclaim_one(writer, urgent=False):
                 break
 
     def sweep(self, writer: LogWriter) -> None:
@@ -155,25 +146,34 @@ class Reclaimer:
                 self._reclaim(candidate.segment, keep=None, writer=writer)
 
     def _compact_one(self, writer: LogWriter) -> None:
-        """Of the segments that are mostly dead one, because moving blocks costs writes."""
-        candidates = self._candidates(writer)
-        if candidates:
-            deadest = min(candidates, key=lambda candidate: candidate.live_share)
-            if deadest.live_share < _SWEEP_BELOW_LIVE_SHARE:
-                self._compact(deadest.segment, writer)
+        """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
+        dead = [c for c in self._candidates(writer) if c.live_share < _SWEEP_BELOW_LIVE_SHARE]
+        for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
+            if self._best_worth(candidate.segment) > _EXPIRES_SOON_WORTH:
+                self._compact(candidate.segment, writer)
+                break
 
-    def _reclaim_one(self, writer: LogWriter) -> bool:
+    def _best_worth(self, segment: Segment) -> float:
+        rules, now_s = self._rules(), self._clock.now_s()
+        live = live_mask(segment, rules, now_s)
+        _, worth, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
+        return float(worth.max(initial=0))
+
+    def _reclaim_one(self, writer: LogWriter, *, urgent: bool) -> bool:
         """Reclaim the segment that costs least; False if there is none.
 
-        Those that no lease names come first, because their space is there at once; a leased one keeps its file for a while.
+        When it is urgent, those that no lease names come first, because their space is there at once. Else a lease makes no
+        difference: a prompt that everyone uses is always leased, and would save the cold blocks around it for ever.
         """
         if self._segments.drop_damaged():
             return True
         now_s = self._clock.now_s()
-        everything = self._candidates(writer)
-        candidates = [candidate for candidate in everything if candidate.segment.lease_until_s < now_s] or everything
+        self._quotas.refresh()
+        candidates = self._candidates(writer)
+        if urgent:
+            candidates = [c for c in candidates if c.segment.lease_until_s < now_s] or candidates
         if not candidates:
-            return writer.seal_fullest()
+            return False
         deadest = min(candidates, key=lambda candidate: candidate.live_share)
         if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE and self._compact(deadest.segment, writer):
             return True
@@ -183,24 +183,21 @@ class Reclaimer:
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Candidate]:
-        """Segments that nobody appends to and whose rows the index knows."""
-        candidates = []
-        for segment in self._segments.all():
-            if segment.state != fmt.STATE_SEALED or segment.segment_id in writer.uncommitted or segment.unreadable:
-                self._seal_if_dead(segment, writer)
-                continue
-            candidates.append(self._candidate(segment))
-        return candidates
+        """Segments with blocks whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
+        return [
+            self._candidate(segment)
+            for segment in self._segments.all()
+            if segment.state != fmt.STATE_RETIRED
+            and (segment.slot_count or segment.state == fmt.STATE_SEALED)
+            and segment.segment_id not in writer.uncommitted
+            and not segment.unreadable
+        ]
 
     def _candidate(self, segment: Segment) -> _Candidate:
-        shares = list(self._census.live_shares(segment).values())
+        live_bytes = sum(share.taken_bytes for share in self._census.live_shares(segment).values())
         summary = self._census.of(segment)
-        age_s = self._clock.now_s() - summary.as_of_s
-        return _Candidate(segment, shares, age_s, self._quotas.protected_bytes(segment, summary))
-
-    def _seal_if_dead(self, segment: Segment, writer: LogWriter) -> None:
-        if segment.state == fmt.STATE_OPEN and segment.slot_count and not self._census.live_shares(segment):
-            writer.seal_segment(segment)
+        protected_bytes = self._quotas.protected_bytes(segment, summary)
+        return _Candidate(segment, live_bytes, segment_worth(summary, self._clock.now_s(), live_bytes, protected_bytes))
 
     def _least_worth(self, candidates: list[_Candidate]) -> _Candidate:
         """The one that is worth least now. Only those are counted again that look like it."""
@@ -238,6 +235,7 @@ class Reclaimer:
         match that runs meanwhile either sees the new place, or has its lease seen here. Deletes and evictions run on this thread
         too, so no flag is set on a block while it moves.
         """
+        writer.seal_segment(segment)
         try:
             rows = segment.read_rows(0, segment.slot_count)
         except OSError as error:

@@ -157,7 +157,7 @@ class LocalStore:
             self._clock,
             self.counters,
             live=self._is_live,
-            admit=self._quotas.admit,
+            admission=self._quotas,
             new_segment=self._new_segment,
             make_room=lambda need_bytes: self._reclaimer.make_room(need_bytes, self._writer),
             housekeeping=self._tick,

@@ -1,7 +1,8 @@
 """What segments and their blocks are worth keeping: the policy of reclaim, and nothing else.
 
 A block's worth is between 0 and 1 (see `expiry.py`), plus 1 while its class or tenant is within its share. A segment's worth is
-the mean of its live blocks'. Dead blocks do not lower it: a segment with many of them is given back by moving the live ones,
+the mean of the colder half of what lives in it, because the other half can be kept when it goes: a hot system prompt does not
+save the cold blocks around it. Dead blocks do not count: a segment with many of them is given back by moving the live ones,
 which loses nothing, and where worths hardly differ, because everything was used within a small part of its TTL, a few dead
 blocks must not make a hot segment look colder than a cold one.
 """
@@ -16,11 +17,9 @@ from kvstore.census import taken_bytes
 from kvstore.log import format as fmt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from numpy.typing import NDArray
 
-    from kvstore.census import Share
+    from kvstore.census import Summary
     from kvstore.expiry import TtlTable
     from kvstore.log.segment import Segment
 
@@ -33,13 +32,10 @@ def payload_bytes(segment: Segment) -> int:
     return max(1, segment.end_bytes - segment.layout.payload_offset)
 
 
-def segment_worth(shares: Iterable[Share], age_s: float, protected_bytes: int) -> float:
-    """A lower bound of a segment's worth, `age_s` seconds after its live blocks were counted; exact when that is 0."""
-    worth, live_bytes = _PROTECTION * protected_bytes, 0
-    for share in shares:
-        worth += max(0.0, share.worth_bytes - max(0.0, age_s) * share.fading_bytes)
-        live_bytes += share.taken_bytes
-    return worth / live_bytes if live_bytes else 0.0
+def segment_worth(summary: Summary, now_s: float, live_bytes: int, protected_bytes: int) -> float:
+    """A segment's worth; less than that, when some of its blocks were used since they were counted."""
+    faded = max(0.0, summary.worth - max(0.0, now_s - summary.as_of_s) * summary.fading)
+    return faded + _PROTECTION * protected_bytes / live_bytes if live_bytes else 0.0
 
 
 def worth_keeping(

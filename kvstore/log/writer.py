@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -96,6 +96,18 @@ class Stream:
     moved: bool = False
 
 
+class Admission(Protocol):
+    """Who may store more; see `quotas.py`."""
+
+    def begin(self) -> None:
+        """A group begins."""
+        ...
+
+    def admit(self, class_id: int, namespace_id: int, taken_bytes: int) -> KvStoreError | None:
+        """Count a block, or say why it must not be stored."""
+        ...
+
+
 @dataclass(slots=True)
 class _Pending:
     """An entry on its way to disk, and everyone who waits for it: (job, position) pairs, the first stores it."""
@@ -119,7 +131,7 @@ class LogWriter:
         counters: StoreCounters,
         *,
         live: Callable[[BlockAddr], bool],
-        admit: Callable[[int, int, int], KvStoreError | None],
+        admission: Admission,
         new_segment: Callable[[int], Segment],
         make_room: Callable[[int], None],
         housekeeping: Callable[[], None],
@@ -127,7 +139,7 @@ class LogWriter:
         queue_max_bytes: int,
     ) -> None:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
-        self._live, self._admit, self._new_segment = live, admit, new_segment
+        self._live, self._admission, self._new_segment = live, admission, new_segment
         self._make_room, self._housekeeping = make_room, housekeeping
         self._durable = durable
         self._queue_max_bytes = queue_max_bytes
@@ -242,6 +254,7 @@ class LogWriter:
 
     def _sort_out(self, jobs: list[PutJob], now_s: int) -> list[_Pending]:
         """Answer what is there already; what is left has to be written, once each."""
+        self._admission.begin()
         known = self._index.lookup([new.key for job in jobs for new in job.entries])
         pending: dict[bytes, _Pending] = {}
         for job in jobs:
@@ -260,7 +273,7 @@ class LogWriter:
     def _refuse(self, item: _Pending) -> bool:
         """Answer a block that a quota leaves no room for."""
         entry = item.new.entry
-        error = self._admit(item.class_id, entry.namespace_id, fmt.align(entry.length_bytes))
+        error = self._admission.admit(item.class_id, entry.namespace_id, fmt.align(entry.length_bytes))
         if error is not None:
             for job, position in item.waiting:
                 job.outcomes[position] = Outcome(PutStatus.REJECTED, error)
@@ -392,13 +405,6 @@ class LogWriter:
         """Stop appending to it, if it is open; writer thread only."""
         for stream in [stream for stream, other in self._open.items() if other is segment]:
             self.seal(stream)
-
-    def seal_fullest(self) -> bool:
-        """Seal the open segment that takes most, so that it can be reclaimed; False if none can. Writer thread only."""
-        able = [s for s in self._open.values() if s.slot_count and s.segment_id not in self.uncommitted]
-        if able:
-            self.seal_segment(max(able, key=lambda segment: segment.end_bytes - segment.layout.payload_offset))
-        return bool(able)
 
     def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
         """Append entries that are moved, with their use rows; writer thread only. The caller commits the index.

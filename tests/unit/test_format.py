@@ -116,7 +116,7 @@ def test_a_seal_that_is_not_whole_is_no_seal():
 
 
 def test_a_golden_data_directory_opens(tmp_path):
-    """Made by the first version that has this format: two conversations of 40 blocks that share 10. The index is not in it, it can be rebuilt."""
+    """Two conversations of 40 blocks that share 10. The index is not in it, it can be rebuilt."""
     with tarfile.open(GOLDEN / "data-dir-v2.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     store = open_store(tmp_path / "data", ManualClock(1_800_000_100.0))
