@@ -34,7 +34,7 @@ from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -203,9 +203,29 @@ class BlockIndex:
 
         Returns: entries dropped. Raises: StoreFullError, StorageError: nothing is changed.
         """
+        return self._change(lambda txn: _drop_and_put(txn, put, remove))
+
+    def add(self, keys: Sequence[bytes], addrs: NDArray[np.void]) -> int:
+        """Point keys at addresses (ADDR_DTYPE), but leave those alone that are there already; in one transaction.
+
+        Returns: entries added. Raises: StoreFullError, StorageError: nothing is changed.
+        """
+        values = (addrs["segment_id"] << _SLOT_BITS | addrs["slot"]).astype("<u8").view("V8").tolist()
+        items = sorted(zip(keys, values, strict=True))
+
+        def put(txn: lmdb.Transaction) -> int:
+            with txn.cursor() as cursor:
+                added: int = cursor.putmulti(items, overwrite=False)[1]
+                return added
+
+        return self._change(put)
+
+    def _change(self, change: Callable[[lmdb.Transaction], int]) -> int:
+        """Run a change in a write transaction, with a larger map if the one there is too small."""
         for _ in range(8):
             try:
-                return self._commit(put, remove)
+                with self._env.begin(write=True, db=self._blocks) as txn:
+                    return change(txn)
             except lmdb.MapFullError:
                 self._map_size_bytes *= 2
                 self._env.set_mapsize(self._map_size_bytes)
@@ -215,16 +235,6 @@ class BlockIndex:
                 self._note_damage(error)
                 raise StorageError(f"index: {error}") from error
         raise StorageError(f"index: still full with a map of {self._map_size_bytes} bytes")
-
-    def _commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]]) -> int:
-        removed = 0
-        with self._env.begin(write=True, db=self._blocks) as txn:
-            for key, addr in remove:
-                if txn.get(key) == _pack(addr):
-                    removed += txn.delete(key)
-            for key in sorted(put):  # in key order: neighbours share pages
-                txn.put(key, _pack(put[key]))
-        return removed
 
     @contextlib.contextmanager
     def _typed_errors(self) -> Iterator[None]:
@@ -302,17 +312,43 @@ def anchor_of(hashes: bytes, block: int) -> bytes:
     return hashes[start : start + ANCHOR_BYTES]
 
 
+def row_keys(rows: NDArray[np.void]) -> list[bytes]:
+    """The index keys of what a segment's rows describe."""
+    count = len(rows)
+    keys = np.empty((count, KEY_BYTES), dtype=np.uint8)
+    keys[:, :4] = rows["namespace_id"].astype(">u4").view(np.uint8).reshape(count, 4)
+    keys[:, 4:_POSITION_AT] = _bytes_of(rows["anchor"], ANCHOR_BYTES)
+    keys[:, _POSITION_AT] = np.where(rows["kind"] == KIND_STATE, _STATE_POSITION, rows["position"] % GROUP_BLOCKS)
+    keys[:, _POSITION_AT + 1 :] = _bytes_of(rows["prefix_hash"], HASH_BYTES)
+    split: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+    return split
+
+
+def _bytes_of(column: NDArray[np.void], width: int) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(column).view(np.uint8).reshape(len(column), width)
+
+
 def row_key(row: np.void) -> bytes:
     """The index key of what a segment's row describes."""
-    position = _STATE_POSITION if row["kind"] == KIND_STATE else int(row["position"]) % GROUP_BLOCKS
-    anchor: bytes = row["anchor"].tobytes()
-    prefix_hash: bytes = row["prefix_hash"].tobytes()
-    return int(row["namespace_id"]).to_bytes(4, "big") + anchor + bytes([position]) + prefix_hash
+    return row_keys(np.array([row]))[0]
 
 
 def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
     """The index key of a state object."""
     return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
+
+
+def _drop_and_put(
+    txn: lmdb.Transaction, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]]
+) -> int:
+    removed = 0
+    for key, addr in remove:
+        if txn.get(key) == _pack(addr):
+            removed += txn.delete(key)
+    with txn.cursor() as cursor:
+        # In key order: neighbours share pages.
+        cursor.putmulti([(key, _pack(put[key])) for key in sorted(put)])
+    return removed
 
 
 def _pack(addr: BlockAddr) -> bytes:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StorageError, StoreFullError
-from kvstore.index import IndexState, row_key
+from kvstore.index import ADDR_DTYPE, IndexState, row_keys
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr
 
@@ -78,23 +78,39 @@ def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> in
     """File the segment's unflagged rows; the later of two places of a block stays, the other is flagged."""
     rows = segment.read_rows(0, segment.slot_count)
     usable = fmt.valid_rows(rows, segment.segment_id) & (segment.uses[: segment.slot_count, 0] == 0)
-    wanted = {row_key(rows[slot]): BlockAddr(segment.segment_id, int(slot)) for slot in np.flatnonzero(usable)}
-    for key, known in index.lookup(list(wanted)).items():
-        here = wanted[key]
+    slots = np.flatnonzero(usable)
+    keys = row_keys(rows[slots])
+    addrs = np.empty(len(slots), dtype=ADDR_DTYPE)
+    addrs["segment_id"], addrs["slot"] = segment.segment_id, slots
+    added = index.add(keys, addrs)
+    if added < len(keys):
+        latest = dict(zip(keys, slots.tolist(), strict=True))
+        segment.flag(np.setdiff1d(slots, list(latest.values())), fmt.FLAG_EVICTED)
+        added += _settle_duplicates(segment, latest, segments, index)
+    return added
+
+
+def _settle_duplicates(segment: Segment, slots: dict[bytes, int], segments: SegmentSet, index: BlockIndex) -> int:
+    """Some keys of the segment were in the index before, of it or of another segment; returns how many have a new place."""
+    wanted: dict[bytes, BlockAddr] = {}
+    for key, known in index.lookup(sorted(slots)).items():
+        here = BlockAddr(segment.segment_id, slots[key])
         other = segments.get(known.segment_id)
         if known == here:
-            del wanted[key]
-        elif other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
+            continue
+        if other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
             segment.flag(np.array([here.slot]), fmt.FLAG_EVICTED)
-            del wanted[key]
-        elif other is not None:
+            continue
+        if other is not None:
             other.flag(np.array([known.slot]), fmt.FLAG_EVICTED)
+        wanted[key] = here
     index.commit(wanted)
     return len(wanted)
 
 
 def _finish_retiring(segment: Segment, segments: SegmentSet, index: BlockIndex) -> None:
     rows = segment.read_rows(0, segment.slot_count)
-    whole = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id))
-    index.commit({}, [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in whole])
+    slots = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id)).tolist()
+    keys = row_keys(rows[slots])
+    index.commit({}, [(key, BlockAddr(segment.segment_id, slot)) for key, slot in zip(keys, slots, strict=True)])
     segments.retire(segment)

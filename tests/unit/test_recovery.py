@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from faults import FaultyDevice
@@ -262,6 +263,28 @@ def test_damaged_rows_are_skipped_by_a_rebuild(filled, clock):
     store = open_store(path, clock)
     assert store.match(namespace, chains[0]).hit_length_blocks == 5
     assert get(store, namespace, chains[0])[1] == {5: "NOT_FOUND"}
+    store.close()
+
+
+@pytest.mark.parametrize("index_there", [True, False])
+def test_of_a_block_that_is_twice_in_a_segment_the_later_place_counts(tmp_path, clock, index_there):
+    """As after a crash between the commit of a block's new place and the flag on its old one."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 20)
+    put(store, namespace, chain)
+    (segment,) = store._segments.all()
+    segment.flag(np.arange(20), fmt.FLAG_EVICTED)
+    put(store, namespace, chain)
+    segment.uses[:20, 0] = 0
+    crash(store)
+    if not index_there:
+        shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock)
+    assert store.status().live.blocks == 20
+    (segment,) = store._segments.all()
+    assert segment.uses[:40, 0].tolist() == [fmt.FLAG_EVICTED] * 20 + [0] * 20
+    assert_whole(store, namespace, chain)
     store.close()
 
 
