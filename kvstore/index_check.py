@@ -46,7 +46,9 @@ def check(directory: Path) -> str | None:
         env = open_environment(directory, map_size_bytes=0)
         blocks, main = env.open_db(b"blocks", create=False), env.open_db(None)
         with env.begin() as txn:
-            tree = txn.get(b"blocks", db=main)
+            tree = txn.get(b"blocks", db=main) or b""
+            if len(tree) != _TREE.size:
+                return f"what it says of its tree has {len(tree)} bytes"
             _check_tree(directory / "data.mdb", env.stat()["psize"], tree)
         with env.begin(write=True, db=blocks) as txn:
             # A write looks at the list of free pages; nothing of it is kept.
