@@ -1,5 +1,9 @@
 """The LMDB index: block -> (segment, slot). It may lag the log, never lead it, and can be rebuilt from it.
 
+LMDB writes its file itself, past the `Device`. That is safe because nothing there is the only copy of anything: its commits are
+not synced, and a file that was in use when the machine stopped is thrown away and rebuilt from the segments. What decides
+whether the file is trusted, the marker files beside it, goes through the `Device`.
+
 Keys are clustered by chain: `namespace id ‖ anchor ‖ position in group ‖ prefix hash`. A chain is cut into groups of 32 blocks;
 a group's anchor is the first 7 bytes of the prefix hash just before it, zeros for the first. A conversation's entries then
 share pages even when all conversations start with one system prompt, and the cost of a match does not grow with the store.
@@ -21,7 +25,6 @@ import sys
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -35,8 +38,11 @@ from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from kvstore.log.device import Device
 
 KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
@@ -55,7 +61,6 @@ _MAX_READERS = 1022
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
 
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError, lmdb.InvalidError)
@@ -78,8 +83,9 @@ _log = logging.getLogger(__name__)
 class BlockIndex:
     """Thread-safe for readers; write methods are for the writer thread alone (LMDB has one writer)."""
 
-    def __init__(self, directory: Path, store_id: str, capacity_bytes: int) -> None:
+    def __init__(self, directory: Path, store_id: str, capacity_bytes: int, device: Device) -> None:
         self._directory = directory
+        self._device = device
         self._store_id = store_id.encode()
         self._env: Any = None  # an lmdb.Environment
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
@@ -115,7 +121,7 @@ class BlockIndex:
             return IndexState(False, False, f"it is damaged: {error}")
         if store != self._store_id:
             return self._give_up("it belongs to another store")
-        if not clean and boot != _boot_id():
+        if not clean and boot != self._device.boot_id():
             return self._give_up("the machine stopped while it was in use")
         return IndexState(True, clean, "closed in order" if clean else "the last process died")
 
@@ -137,6 +143,7 @@ class BlockIndex:
         """Throw away what is there and begin with an empty index. Raises: StorageError."""
         if self._env is not None:
             self._env.close()
+        self._remove_checksum()
         if self._directory.exists():
             shutil.rmtree(self._directory)
         self._damaged = False
@@ -148,25 +155,31 @@ class BlockIndex:
 
     def _mark_in_use(self) -> None:
         """Note that commits are about to come that are not synced."""
-        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
+        self._remove_checksum()
         # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
         with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
-            txn.put(_META_BOOT, _boot_id())
+            txn.put(_META_BOOT, self._device.boot_id())
         self._env.sync(True)
+
+    def _remove_checksum(self) -> None:
+        """Durably: one that came back after a power loss could vouch for an old copy of the file that came back as well."""
+        with contextlib.suppress(FileNotFoundError):
+            self._device.unlink(self._directory / _CHECKSUM_FILE)
+            self._device.sync_directory(self._directory)
 
     def close(self) -> None:
         """Sync, close, and leave a checksum that says so."""
-        checksum = self._directory / _CHECKSUM_FILE
         try:
             self._env.sync(True)
             self._env.close()
             if not self._damaged:
-                checksum.write_bytes(_file_checksum(self._directory / "data.mdb"))
+                self._device.replace(self._directory / _CHECKSUM_FILE, _file_checksum(self._directory / "data.mdb"))
         except (lmdb.Error, OSError) as error:
             # A full disk must not keep a server from stopping; without the checksum it only counts as not stopped in order.
             _log.warning("index: closed without a checksum: %s", error)
-            checksum.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._remove_checksum()
 
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
@@ -244,7 +257,7 @@ class BlockIndex:
         self._damaged = True
         _log.error("index: %s; some blocks are missed until the next start, which rebuilds it", why)
         with contextlib.suppress(OSError):
-            (self._directory / _DAMAGED_FILE).touch()
+            self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
 def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
@@ -331,11 +344,3 @@ def _file_checksum(path: Path) -> bytes:
         while chunk := file.read(1 << 22):
             state.update(chunk)
     return state.hexdigest().encode()
-
-
-def _boot_id() -> bytes:
-    """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
-    try:
-        return _BOOT_ID_FILE.read_bytes().strip()
-    except OSError:
-        return b""

@@ -24,6 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
+from kvstore.log.device import FileDevice
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -132,15 +133,15 @@ def test_an_index_scribbled_on_after_a_crash_costs_misses_and_no_start(filled, p
         assert done.returncode == 0, done.stderr
 
 
-def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):
+def test_an_index_of_another_boot_is_not_trusted(filled, clock):
+    class Rebooted(FileDevice):
+        def boot_id(self) -> bytes:
+            return b"another boot"
+
     path, namespace, chains = filled
     (path / "index" / "data.mdb.xxh3").unlink()
-    boot_id = path.parent / "boot_id"
-    boot_id.write_text("another boot")
-    monkeypatch.setattr("kvstore.index._BOOT_ID_FILE", boot_id)
-    index = BlockIndex(
-        path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20
-    )
+    store_id = json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"]
+    index = BlockIndex(path / "index", store_id, 1 << 20, Rebooted())
     assert not index.found.usable
     assert "machine stopped" in index.found.why
     index.close()
