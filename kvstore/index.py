@@ -32,6 +32,7 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import StorageError, StoreFullError
+from kvstore.index_file import open_environment
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
@@ -48,7 +49,7 @@ KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
 _STATE_POSITION = 255
 _VALUE = itemgetter(1)
-ENTRY_BYTES = (KEY_BYTES, 8)
+_ENTRY_BYTES = (KEY_BYTES, 8)
 _ADDR = struct.Struct("<Q")  # segment id in the upper 44 bits, slot in the lower 20
 _SLOT_BITS = 20
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -56,7 +57,6 @@ ADDR_DTYPE = np.dtype([("segment_id", "<u8"), ("slot", "<u4")])
 
 _MAP_SIZE_MIN_BYTES = 1 << 28
 _MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
-_MAX_READERS = 1022
 # A match looks up this many blocks at first, then eight times as many: a full miss costs one small batch, a long hit few.
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
@@ -260,32 +260,9 @@ class BlockIndex:
             self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
-def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
-    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""
-    directory.mkdir(exist_ok=True)
-    env = lmdb.open(
-        str(directory),
-        map_size=map_size_bytes,
-        max_dbs=4,
-        max_readers=_MAX_READERS,
-        # Not synced at each commit: after power loss the index is rebuilt from the log.
-        sync=False,
-        metasync=False,
-        readahead=False,
-        mode=0o640,
-    )
-    # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = (directory / "data.mdb").stat().st_size
-    if size < needed:
-        env.close()
-        raise StorageError(f"{size} bytes, its pages reach to {needed}")
-    return env
-
-
 def _walk(directory: Path) -> str:
     """What a walk through the whole file finds wrong; empty when it is whole."""
-    command = [sys.executable, "-m", "kvstore.index_check", str(directory)]
+    command = [sys.executable, "-m", "kvstore.index_check", str(directory), *map(str, _ENTRY_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
         return f"walking it ended with signal {-done.returncode}"

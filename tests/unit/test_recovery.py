@@ -233,7 +233,21 @@ def test_a_segment_cut_short_loses_only_its_end(filled, clock, cut):
     store.close()
 
 
-@pytest.mark.parametrize("keep", [0, 10, 4096, 8192, 20_000])
+def test_a_segment_that_was_never_written_before_the_machine_stopped_is_removed(filled, clock, caplog):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    for blank in (b"", bytes(4096), bytes(100_000)):
+        other = path / "segments" / f"{len(blank):016x}.seg"
+        other.write_bytes(blank)
+        store = open_store(path, clock)
+        assert [file.name for file in (path / "segments").iterdir()] == [segment.name]
+        assert any("is removed" in record.message for record in caplog.records)
+        assert store.status().used_bytes == du_bytes(path)
+        store.close()
+    reopen_and_check(path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("keep", [10, 4096, 8192, 20_000])
 def test_a_segment_cut_inside_its_tables_is_set_aside_and_the_server_starts(filled, clock, keep, caplog):
     path, namespace, chains = filled
     (segment,) = (path / "segments").iterdir()
