@@ -1,5 +1,9 @@
 """The LMDB index: block -> (segment, slot). It may lag the log, never lead it, and can be rebuilt from it.
 
+LMDB writes its file itself, past the `Device`. That is safe because nothing there is the only copy of anything: its commits are
+not synced, and a file that was in use when the machine stopped is thrown away and rebuilt from the segments. What decides
+whether the file is trusted, the marker files beside it, goes through the `Device`.
+
 Keys are clustered by chain: `namespace id ‖ anchor ‖ position in group ‖ prefix hash`. A chain is cut into groups of 32 blocks;
 a group's anchor is the first 7 bytes of the prefix hash just before it, zeros for the first. A conversation's entries then
 share pages even when all conversations start with one system prompt, and the cost of a match does not grow with the store.
@@ -21,7 +25,6 @@ import sys
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -29,20 +32,24 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import StorageError, StoreFullError
+from kvstore.index_file import open_environment
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from kvstore.log.device import Device
 
 KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
 _STATE_POSITION = 255
 _VALUE = itemgetter(1)
-ENTRY_BYTES = (KEY_BYTES, 8)
+_ENTRY_BYTES = (KEY_BYTES, 8)
 _ADDR = struct.Struct("<Q")  # segment id in the upper 44 bits, slot in the lower 20
 _SLOT_BITS = 20
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -50,13 +57,11 @@ ADDR_DTYPE = np.dtype([("segment_id", "<u8"), ("slot", "<u4")])
 
 _MAP_SIZE_MIN_BYTES = 1 << 28
 _MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
-_MAX_READERS = 1022
 # A match looks up this many blocks at first, then eight times as many: a full miss costs one small batch, a long hit few.
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
 _ADDED_AT_A_TIME = 1 << 14  # keys made Python's at a time when many are added
 
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError, lmdb.InvalidError)
@@ -79,8 +84,9 @@ _log = logging.getLogger(__name__)
 class BlockIndex:
     """Thread-safe for readers; write methods are for the writer thread alone (LMDB has one writer)."""
 
-    def __init__(self, directory: Path, store_id: str, capacity_bytes: int) -> None:
+    def __init__(self, directory: Path, store_id: str, capacity_bytes: int, device: Device) -> None:
         self._directory = directory
+        self._device = device
         self._store_id = store_id.encode()
         self._env: Any = None  # an lmdb.Environment
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
@@ -116,7 +122,7 @@ class BlockIndex:
             return IndexState(False, False, f"it is damaged: {error}")
         if store != self._store_id:
             return self._give_up("it belongs to another store")
-        if not clean and boot != _boot_id():
+        if not clean and boot != self._device.boot_id():
             return self._give_up("the machine stopped while it was in use")
         return IndexState(True, clean, "closed in order" if clean else "the last process died")
 
@@ -138,6 +144,7 @@ class BlockIndex:
         """Throw away what is there and begin with an empty index. Raises: StorageError."""
         if self._env is not None:
             self._env.close()
+        self._remove_checksum()
         if self._directory.exists():
             shutil.rmtree(self._directory)
         self._damaged = False
@@ -149,25 +156,31 @@ class BlockIndex:
 
     def _mark_in_use(self) -> None:
         """Note that commits are about to come that are not synced."""
-        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
+        self._remove_checksum()
         # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
         with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
-            txn.put(_META_BOOT, _boot_id())
+            txn.put(_META_BOOT, self._device.boot_id())
         self._env.sync(True)
+
+    def _remove_checksum(self) -> None:
+        """Durably: one that came back after a power loss could vouch for an old copy of the file that came back as well."""
+        with contextlib.suppress(FileNotFoundError):
+            self._device.unlink(self._directory / _CHECKSUM_FILE)
+            self._device.sync_directory(self._directory)
 
     def close(self) -> None:
         """Sync, close, and leave a checksum that says so."""
-        checksum = self._directory / _CHECKSUM_FILE
         try:
             self._env.sync(True)
             self._env.close()
             if not self._damaged:
-                checksum.write_bytes(_file_checksum(self._directory / "data.mdb"))
+                self._device.replace(self._directory / _CHECKSUM_FILE, _file_checksum(self._directory / "data.mdb"))
         except (lmdb.Error, OSError) as error:
             # A full disk must not keep a server from stopping; without the checksum it only counts as not stopped in order.
             _log.warning("index: closed without a checksum: %s", error)
-            checksum.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._remove_checksum()
 
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
@@ -260,35 +273,12 @@ class BlockIndex:
         self._damaged = True
         _log.error("index: %s; some blocks are missed until the next start, which rebuilds it", why)
         with contextlib.suppress(OSError):
-            (self._directory / _DAMAGED_FILE).touch()
-
-
-def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
-    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""
-    directory.mkdir(exist_ok=True)
-    env = lmdb.open(
-        str(directory),
-        map_size=map_size_bytes,
-        max_dbs=4,
-        max_readers=_MAX_READERS,
-        # Not synced at each commit: after power loss the index is rebuilt from the log.
-        sync=False,
-        metasync=False,
-        readahead=False,
-        mode=0o640,
-    )
-    # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = (directory / "data.mdb").stat().st_size
-    if size < needed:
-        env.close()
-        raise StorageError(f"{size} bytes, its pages reach to {needed}")
-    return env
+            self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
 def _walk(directory: Path) -> str:
     """What a walk through the whole file finds wrong; empty when it is whole."""
-    command = [sys.executable, "-m", "kvstore.index_check", str(directory)]
+    command = [sys.executable, "-m", "kvstore.index_check", str(directory), *map(str, _ENTRY_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
         return f"walking it ended with signal {-done.returncode}"
@@ -382,11 +372,3 @@ def _file_checksum(path: Path) -> bytes:
         while chunk := file.read(1 << 22):
             state.update(chunk)
     return state.hexdigest().encode()
-
-
-def _boot_id() -> bytes:
-    """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
-    try:
-        return _BOOT_ID_FILE.read_bytes().strip()
-    except OSError:
-        return b""

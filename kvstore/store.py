@@ -97,7 +97,7 @@ class LocalStore:
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
-        self._data_dir, self._config, self._clock = data_dir, config, clock
+        self._data_dir, self._device, self._config, self._clock = data_dir, device, config, clock
         self._default_class = default_class
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
@@ -109,10 +109,14 @@ class LocalStore:
             _log.warning("the catalog cannot be written, puts will be rejected until it can: %s", error)
         self._live_ids = _namespace_ids(catalog)
         self._segments = SegmentSet(
-            data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
+            data_dir.segments,
+            device,
+            bytes.fromhex(catalog.store_id),
+            segment_size_bytes(config),
+            durable=config.durability == "sync",
         )
         self._segments.open_all()
-        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity)
+        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
         recover(self._segments, self._index, progress)
         self._mint = LeaseMint(catalog.secret)
         self._reader = BlockReader(self._segments, self.counters)
@@ -157,14 +161,15 @@ class LocalStore:
         Args: progress: called with (segments done, segments in all) while the index is brought up to date.
         Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
         """
+        device = device or FileDevice()
         directory = DataDir.open(data_dir)
         try:
-            loaded = directory.load_catalog()
+            loaded = directory.load_catalog(device)
             catalog = loaded.with_classes(traffic_classes)
             if catalog != loaded:
-                catalog.save(data_dir)
+                catalog.save(data_dir, device)
             default = next(iter(traffic_classes))
-            return cls(directory, catalog, config, default, clock, device or FileDevice(), progress)
+            return cls(directory, catalog, config, default, clock, device, progress)
         except OSError as error:
             directory.close()
             raise storage_error(error) from error
@@ -276,7 +281,7 @@ class LocalStore:
         with self._catalog_lock:
             catalog = change(self._catalog)
             try:
-                catalog.save(self._data_dir.path)
+                catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
             self._catalog = catalog
@@ -551,8 +556,8 @@ class LocalStore:
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
         for segment, where in self._by_segment(addrs[live]):
             segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
-            if self._config.durability == "sync":
-                segment.sync()
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
         deleted = int(live.sum())
         self.counters.add(blocks_deleted=deleted)
         return deleted
@@ -692,8 +697,8 @@ class LocalStore:
         if not dry_run:
             for segment, slots in chosen:
                 segment.flag(slots, fmt.FLAG_EVICTED)
-                if self._config.durability == "sync" and len(slots):
-                    segment.sync()
+            if self._config.durability == "sync":
+                self._segments.sync_flags()
             self.counters.add(blocks_evicted=blocks)
         return Usage(blocks, size)
 
@@ -790,13 +795,12 @@ class LocalStore:
             self._reserve_segment_ids()
         segment_id = SegmentId(self._next_segment_id)
         self._next_segment_id += 1
-        durable = self._config.durability == "sync"
-        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s(), durable=durable)
+        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s())
 
     def _reserve_segment_ids(self) -> None:
         with self._catalog_lock:
             catalog, first = self._catalog.with_segment_run()
-            catalog.save(self._data_dir.path)
+            catalog.save(self._data_dir.path, self._device)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
 

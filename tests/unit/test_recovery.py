@@ -25,6 +25,7 @@ from kvstore.errors import (
 )
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
+from kvstore.log.device import FileDevice
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -133,15 +134,15 @@ def test_an_index_scribbled_on_after_a_crash_costs_misses_and_no_start(filled, p
         assert done.returncode == 0, done.stderr
 
 
-def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):
+def test_an_index_of_another_boot_is_not_trusted(filled, clock):
+    class Rebooted(FileDevice):
+        def boot_id(self) -> bytes:
+            return b"another boot"
+
     path, namespace, chains = filled
     (path / "index" / "data.mdb.xxh3").unlink()
-    boot_id = path.parent / "boot_id"
-    boot_id.write_text("another boot")
-    monkeypatch.setattr("kvstore.index._BOOT_ID_FILE", boot_id)
-    index = BlockIndex(
-        path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20
-    )
+    store_id = json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"]
+    index = BlockIndex(path / "index", store_id, 1 << 20, Rebooted())
     assert not index.found.usable
     assert "machine stopped" in index.found.why
     index.close()
@@ -233,7 +234,21 @@ def test_a_segment_cut_short_loses_only_its_end(filled, clock, cut):
     store.close()
 
 
-@pytest.mark.parametrize("keep", [0, 10, 4096, 8192, 20_000])
+def test_a_segment_that_was_never_written_before_the_machine_stopped_is_removed(filled, clock, caplog):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    for blank in (b"", bytes(4096), bytes(100_000)):
+        other = path / "segments" / f"{len(blank):016x}.seg"
+        other.write_bytes(blank)
+        store = open_store(path, clock)
+        assert [file.name for file in (path / "segments").iterdir()] == [segment.name]
+        assert any("is removed" in record.message for record in caplog.records)
+        assert store.status().used_bytes == du_bytes(path)
+        store.close()
+    reopen_and_check(path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("keep", [10, 4096, 8192, 20_000])
 def test_a_segment_cut_inside_its_tables_is_set_aside_and_the_server_starts(filled, clock, keep, caplog):
     path, namespace, chains = filled
     (segment,) = (path / "segments").iterdir()
