@@ -19,7 +19,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class BlockIndex:
         clean = checksum.exists()
         if clean and checksum.read_bytes() != _file_checksum(data):
             return IndexState(False, False, "its checksum is wrong")
-        problem = None if clean else _walk(self._directory)
+        problem = None if clean else walk(self._directory)
         if problem:
             return IndexState(False, False, f"it is damaged: {problem}")
         try:
@@ -196,7 +196,15 @@ class BlockIndex:
     def lookup(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
         """The addresses of those keys that are there. Raises: StorageError."""
         with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
-            return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
+            return find_in(cursor, keys)
+
+    def entries(self, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:
+        """Up to `limit` entries behind the key `after` (empty: from the first), in key order. Raises: StorageError.
+
+        A transaction of its own each time: one kept open over a whole walk would keep every page that was freed meanwhile.
+        """
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            return read_entries(cursor, after, limit)
 
     def commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]] = ()) -> int:
         """In one transaction: point keys at new addresses, and drop entries that still point where they are thought to.
@@ -247,9 +255,13 @@ class BlockIndex:
             (self._directory / _DAMAGED_FILE).touch()
 
 
-def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
-    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""
-    directory.mkdir(exist_ok=True)
+def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = False) -> lmdb.Environment:
+    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short.
+
+    With `readonly` no file is made, changed or locked; nobody else may have it open then.
+    """
+    if not readonly:
+        directory.mkdir(exist_ok=True)
     env = lmdb.open(
         str(directory),
         map_size=map_size_bytes,
@@ -260,6 +272,9 @@ def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
         metasync=False,
         readahead=False,
         mode=0o640,
+        readonly=readonly,
+        create=not readonly,
+        lock=not readonly,
     )
     # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
@@ -270,9 +285,26 @@ def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
     return env
 
 
-def _walk(directory: Path) -> str:
-    """What a walk through the whole file finds wrong; empty when it is whole."""
-    command = [sys.executable, "-m", "kvstore.index_check", str(directory)]
+def read_entries(cursor: Any, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:  # noqa: ANN401
+    """Up to `limit` entries of an LMDB cursor behind the key `after` (empty: from the first)."""
+    there = cursor.set_range(after) if after else cursor.first()
+    if there and cursor.key() == after:
+        there = cursor.next()
+    found = list(islice(cursor.iternext(), limit)) if there else []
+    for key, value in found:
+        if (len(key), len(value)) != ENTRY_BYTES:
+            raise lmdb.CorruptedError(f"an entry of {len(key)} and {len(value)} bytes")
+    return [(key, _unpack(value)) for key, value in found]
+
+
+def find_in(cursor: Any, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:  # noqa: ANN401
+    """The addresses of those keys that an LMDB cursor finds."""
+    return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
+
+
+def walk(directory: Path, *flags: str) -> str:
+    """What a walk through the whole file, in a process of its own, finds wrong; empty when it is whole."""
+    command = [sys.executable, "-m", "kvstore.index_check", *flags, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
         return f"walking it ended with signal {-done.returncode}"
@@ -308,6 +340,18 @@ def row_key(row: np.void) -> bytes:
     anchor: bytes = row["anchor"].tobytes()
     prefix_hash: bytes = row["prefix_hash"].tobytes()
     return int(row["namespace_id"]).to_bytes(4, "big") + anchor + bytes([position]) + prefix_hash
+
+
+def row_keys(rows: NDArray[np.void]) -> list[bytes]:
+    """The index keys of many rows, several times as fast as one by one."""
+    keys = np.zeros((len(rows), KEY_BYTES), dtype=np.uint8)
+    keys[:, :4] = rows["namespace_id"].astype(">u4").view(np.uint8).reshape(-1, 4)
+    keys[:, 4:_POSITION_AT] = np.frombuffer(rows["anchor"].tobytes(), dtype=np.uint8).reshape(-1, ANCHOR_BYTES)
+    is_state = rows["kind"] == KIND_STATE
+    keys[:, _POSITION_AT] = np.where(is_state, _STATE_POSITION, rows["position"] % GROUP_BLOCKS)
+    keys[:, _POSITION_AT + 1 :] = np.frombuffer(rows["prefix_hash"].tobytes(), dtype=np.uint8).reshape(-1, HASH_BYTES)
+    split: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+    return split
 
 
 def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
