@@ -164,10 +164,10 @@ class AdminService:
         news = _ScrubNews()
         with self._scrub_pool.admit(deadline_s(context)) as slot:
             while (step := await self._next(steps, slot)) is not None:
-                read_bytes = news.add(step)
-                if news.due():
+                pause_s = pace.pause_s(news.add(step), time.monotonic())
+                if news.due(pause_s):
                     await context.write(news.take())
-                await self._pause(pace.pause_s(read_bytes, time.monotonic()))
+                await self._pause(pause_s)
             if news.finished:
                 check = store.invariant_steps()
                 while (share := await self._next(check, slot)) is not None:
@@ -213,9 +213,10 @@ class _ScrubNews:
         message.finished = self.finished = step.finished
         return read_bytes
 
-    def due(self) -> bool:
-        """Whether it is time for an answer."""
-        return bool(self._message.damaged or self._message.unreadable) or time.monotonic() >= self._next_s
+    def due(self, pause_s: float = 0.0) -> bool:
+        """Whether it is time for an answer, or will be within a pause that is about to be made."""
+        found = self._message.damaged or self._message.unreadable
+        return bool(found) or time.monotonic() + pause_s >= self._next_s
 
     def take(self, *, invariants_done: float = 0.0, invariants: pb.InvariantReport | None = None) -> bytes:
         """The answer, serialized; what was found is told only once."""
