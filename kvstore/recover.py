@@ -77,7 +77,10 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
 def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> int:
     """File the segment's unflagged rows; the later of two places of a block stays, the other is flagged."""
     rows = segment.read_rows(0, segment.slot_count)
-    usable = fmt.valid_rows(rows, segment.segment_id) & (segment.uses[: segment.slot_count, 0] == 0)
+    whole, unflagged = fmt.valid_rows(rows, segment.segment_id), segment.uses[: segment.slot_count, 0] == 0
+    # A row torn by a crash names no block: nobody must count it as one.
+    segment.flag(np.flatnonzero(unflagged & ~whole), fmt.FLAG_DELETED)
+    usable = whole & unflagged
     wanted = {row_key(rows[slot]): BlockAddr(segment.segment_id, int(slot)) for slot in np.flatnonzero(usable)}
     for key, known in index.lookup(list(wanted)).items():
         here = wanted[key]

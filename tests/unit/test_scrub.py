@@ -89,7 +89,11 @@ def test_a_whole_store_is_read_once_and_found_whole(store, namespace, chain):
     steps = walk(store)
     last = steps[-1]
     assert last.finished
-    assert (last.blocks_checked, last.bytes_done, last.bytes_total) == (BLOCKS, BLOCKS * BLOCK_BYTES, BLOCKS * BLOCK_BYTES)
+    assert (last.blocks_checked, last.bytes_done, last.bytes_total) == (
+        BLOCKS,
+        BLOCKS * BLOCK_BYTES,
+        BLOCKS * BLOCK_BYTES,
+    )
     assert last.segments_done == last.segments_total == len(store._segments.all()) > 2
     assert found(steps) == []
     assert store.counters.snapshot()["blocks_corrupt"] == 0
