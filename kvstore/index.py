@@ -58,7 +58,10 @@ _BATCH_GROWTH = 8
 _BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
+INDEX_FILES = frozenset({"data.mdb", "lock.mdb", _CHECKSUM_FILE, _DAMAGED_FILE})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError, lmdb.InvalidError)
+NOT_THERE = "it is not there"
+MACHINE_STOPPED = "the machine stopped while it was in use"
 _META_BOOT = b"boot_id"
 _META_STORE = b"store_id"
 
@@ -95,17 +98,9 @@ class BlockIndex:
         A file closed in order has its checksum beside it. Without one the last user died: its commits were not synced, but
         they were handed to the kernel, so they are whole unless the machine went down as well.
         """
-        data, checksum = self._directory / "data.mdb", self._directory / _CHECKSUM_FILE
-        if not data.exists():
-            return IndexState(False, False, "it is not there")
-        if (self._directory / _DAMAGED_FILE).exists():
-            return IndexState(False, False, "it was found damaged while in use")
-        clean = checksum.exists()
-        if clean and checksum.read_bytes() != _file_checksum(data):
-            return IndexState(False, False, "its checksum is wrong")
-        problem = None if clean else walk(self._directory)
-        if problem:
-            return IndexState(False, False, f"it is damaged: {problem}")
+        state = _file_state(self._directory)
+        if not state.usable:
+            return state
         try:
             self._open_env()
             with self._env.begin(db=self._meta) as txn:
@@ -113,15 +108,10 @@ class BlockIndex:
             self._mark_in_use()
         except (lmdb.Error, StorageError) as error:
             return IndexState(False, False, f"it is damaged: {error}")
-        if store != self._store_id:
-            return self._give_up("it belongs to another store")
-        if not clean and boot != _boot_id():
-            return self._give_up("the machine stopped while it was in use")
-        return IndexState(True, clean, "closed in order" if clean else "the last process died")
-
-    def _give_up(self, why: str) -> IndexState:
-        self._env.close()
-        return IndexState(False, False, why)
+        state = _owned_state(state, store, boot, self._store_id)
+        if not state.usable:
+            self._env.close()
+        return state
 
     def _open_env(self) -> None:
         env = open_environment(self._directory, self._map_size_bytes)
@@ -283,6 +273,53 @@ def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = F
         env.close()
         raise StorageError(f"{size} bytes, its pages reach to {needed}")
     return env
+
+
+def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) -> IndexState:
+    """Whether the file can be opened at all, before anything is."""
+    data, checksum = directory / "data.mdb", directory / _CHECKSUM_FILE
+    if not data.exists():
+        return IndexState(False, False, NOT_THERE)
+    if (directory / _DAMAGED_FILE).exists():
+        return IndexState(False, False, "it was found damaged while in use")
+    clean = checksum.exists()
+    if clean and checksum.read_bytes() != _file_checksum(data):
+        return IndexState(False, False, "its checksum is wrong")
+    problem = walk(directory, *walk_flags) if always_walk or not clean else ""
+    if problem:
+        return IndexState(False, False, f"it is damaged: {problem}")
+    return IndexState(True, clean, "closed in order" if clean else "the last process died")
+
+
+def _owned_state(state: IndexState, store: bytes | None, boot: bytes | None, store_id: bytes) -> IndexState:
+    """Whether what the file says of its owner lets it be used."""
+    if store != store_id:
+        return IndexState(False, False, "it belongs to another store")
+    if not state.clean and boot != _boot_id():
+        return IndexState(False, False, MACHINE_STOPPED)
+    return state
+
+
+def inspect(directory: Path, store_id: str) -> tuple[IndexState, lmdb.Environment | None]:
+    """What the next start will find, and the environment to read if it is usable; the caller closes it. Changes nothing.
+
+    The file is walked in another process first, because a damaged one could end this one with a signal.
+    """
+    state = _file_state(directory, "--readonly", always_walk=True)
+    if not state.usable:
+        return state, None
+    try:
+        env = open_environment(directory, map_size_bytes=0, readonly=True)
+        meta = env.open_db(b"meta", create=False)
+        with env.begin(db=meta) as txn:
+            store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
+    except (lmdb.Error, StorageError) as error:
+        return IndexState(False, False, f"it is damaged: {error}"), None
+    state = _owned_state(state, store, boot, store_id.encode())
+    if not state.usable:
+        env.close()
+        return state, None
+    return state, env
 
 
 def read_entries(cursor: Any, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:  # noqa: ANN401

@@ -225,40 +225,13 @@ class InvariantCheck:
         for segment_id, wanted in by_segment.items():
             segment = self._segments.get(segment_id)
             if segment is not None:
-                self._check_entries_of(segment, sorted(wanted))
+                for sentence in misplaced_entries(segment, wanted):
+                    self._violated(f"index: {sentence}")
             elif segment_id < self._segment_ids_end():
                 self._stale += len(wanted)
             else:
                 for _, key in wanted:
-                    self._violated(f"index: {_named(key)} is said to lie in segment {segment_id}, which never was")
-
-    def _check_entries_of(self, segment: Segment, wanted: Sequence[tuple[int, bytes]]) -> None:
-        """Args: wanted: slots and the keys that their rows must carry, by slot."""
-        there = [(slot, key) for slot, key in wanted if slot < segment.slot_count]
-        for slot, key in wanted[len(there) :]:
-            self._violated(
-                f"index: {_named(key)} is said to lie in segment {segment.segment_id} slot {slot}, "
-                f"which has {segment.slot_count} slots"
-            )
-        for run in _runs(there):
-            first_slot = run[0][0]
-            try:
-                rows = segment.read_rows(first_slot, run[-1][0] - first_slot + 1)
-            except OSError:
-                continue  # told when the tables were checked
-            self._check_run(segment, first_slot, rows, run)
-
-    def _check_run(
-        self, segment: Segment, first_slot: int, rows: NDArray[np.void], run: Sequence[tuple[int, bytes]]
-    ) -> None:
-        at = np.array([slot - first_slot for slot, _ in run])
-        carried = row_keys(rows[at])
-        for (slot, key), other, row in zip(run, carried, rows[at], strict=True):
-            if other == key or not whole_rows(segment, row.reshape(1), slot)[0]:
-                continue  # a damaged row was told when the tables were checked, or flagged long ago
-            self._violated(
-                f"index: {_named(key)} is said to lie in segment {segment.segment_id} slot {slot}, which holds {_named(other)}"
-            )
+                    self._violated(f"index: {named(key)} is said to lie in segment {segment_id}, which never was")
 
     # Accounting
 
@@ -296,6 +269,33 @@ class InvariantCheck:
                 f"{self._directory}: takes {beside_bytes} bytes beside its segments, "
                 f"{self._accounted_bytes - accounted} are counted for it"
             )
+
+
+def misplaced_entries(segment: Segment, wanted: Iterable[tuple[int, bytes]]) -> Iterator[str]:
+    """A sentence for each index entry whose slot does not hold what the entry says.
+
+    Damaged rows and tables that cannot be read are passed over: who checks the tables tells them.
+
+    Args: wanted: slots of the segment, and the keys that the index has for them.
+    """
+    in_order = sorted(wanted)
+    there = [(slot, key) for slot, key in in_order if slot < segment.slot_count]
+    for slot, key in in_order[len(there) :]:
+        yield (
+            f"{named(key)} is said to lie in segment {segment.segment_id} slot {slot}, which has {segment.slot_count} slots"
+        )
+    for run in _runs(there):
+        first_slot = run[0][0]
+        try:
+            rows = segment.read_rows(first_slot, run[-1][0] - first_slot + 1)
+        except OSError:
+            continue
+        rows = rows[[slot - first_slot for slot, _ in run]]
+        for (slot, key), other, row in zip(run, row_keys(rows), rows, strict=True):
+            if other != key and whole_rows(segment, row.reshape(1), slot)[0]:
+                yield (
+                    f"{named(key)} is said to lie in segment {segment.segment_id} slot {slot}, which holds {named(other)}"
+                )
 
 
 def _pieces(segments: Iterable[Segment]) -> Iterator[list[tuple[Segment, int, int]]]:
@@ -338,7 +338,7 @@ def _amount(usage: Usage) -> str:
     return f"{usage.blocks} live blocks of {usage.bytes} bytes"
 
 
-def _named(key: bytes) -> str:
+def named(key: bytes) -> str:
     """An index key for people."""
     return f"block {key[-HASH_BYTES:].hex()[:16]}… of namespace {int.from_bytes(key[:4], 'big')}"
 

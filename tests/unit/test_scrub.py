@@ -129,8 +129,8 @@ def test_a_damaged_row_is_found(store, namespace, chain):
 
 
 def test_a_row_of_another_segment_is_no_row_of_this_one(store, chain):
-    segment, slot, row = row_of(store, chain, 0)
-    other, _, _ = row_of(store, chain, BLOCKS - 1)
+    _, _, row = row_of(store, chain, 0)
+    other, slot, _ = row_of(store, chain, BLOCKS - 1)
     with other.path.open("r+b") as file:
         file.seek(other.layout.row_offset(slot))
         file.write(row.tobytes())
@@ -294,7 +294,7 @@ def test_a_segment_reclaimed_under_the_walk_is_no_trouble(store, namespace, chai
 
 
 def test_damage_in_a_block_that_was_dropped_while_it_was_read_is_no_news(store, namespace, chain):
-    segment, slot, row = row_of(store, chain, 4)
+    segment, _, row = row_of(store, chain, 4)
     damage(segment.path, int(row["offset_bytes"]))
     read = segment.read_payloads
 
