@@ -23,7 +23,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ import xxhash
 
 from kvstore.errors import StorageError, StoreFullError
 from kvstore.index_file import open_environment
+from kvstore.index_pages import check_tree
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
@@ -49,7 +50,7 @@ KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
 _STATE_POSITION = 255
 _VALUE = itemgetter(1)
-_ENTRY_BYTES = (KEY_BYTES, 8)
+ENTRY_BYTES = (KEY_BYTES, 8)
 _ADDR = struct.Struct("<Q")  # segment id in the upper 44 bits, slot in the lower 20
 _SLOT_BITS = 20
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -64,7 +65,10 @@ _ADDED_AT_A_TIME = 1 << 14  # keys made Python's at a time when many are added
 
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
+INDEX_FILES = frozenset({"data.mdb", "lock.mdb", _CHECKSUM_FILE, _DAMAGED_FILE})
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PanicError, lmdb.BadTxnError, lmdb.InvalidError)
+NOT_THERE = "it is not there"
+MACHINE_STOPPED = "the machine stopped while it was in use"
 _META_BOOT = b"boot_id"
 _META_STORE = b"store_id"
 
@@ -102,17 +106,9 @@ class BlockIndex:
         A file closed in order has its checksum beside it. Without one the last user died: its commits were not synced, but
         they were handed to the kernel, so they are whole unless the machine went down as well.
         """
-        data, checksum = self._directory / "data.mdb", self._directory / _CHECKSUM_FILE
-        if not data.exists():
-            return IndexState(False, False, "it is not there")
-        if (self._directory / _DAMAGED_FILE).exists():
-            return IndexState(False, False, "it was found damaged while in use")
-        clean = checksum.exists()
-        if clean and checksum.read_bytes() != _file_checksum(data):
-            return IndexState(False, False, "its checksum is wrong")
-        problem = None if clean else _walk(self._directory)
-        if problem:
-            return IndexState(False, False, f"it is damaged: {problem}")
+        state = _file_state(self._directory)
+        if not state.usable:
+            return state
         try:
             self._open_env()
             with self._env.begin(db=self._meta) as txn:
@@ -120,15 +116,10 @@ class BlockIndex:
             self._mark_in_use()
         except (lmdb.Error, StorageError) as error:
             return IndexState(False, False, f"it is damaged: {error}")
-        if store != self._store_id:
-            return self._give_up("it belongs to another store")
-        if not clean and boot != self._device.boot_id():
-            return self._give_up("the machine stopped while it was in use")
-        return IndexState(True, clean, "closed in order" if clean else "the last process died")
-
-    def _give_up(self, why: str) -> IndexState:
-        self._env.close()
-        return IndexState(False, False, why)
+        state = _owned_state(state, store, boot, self._store_id, self._device)
+        if not state.usable:
+            self._env.close()
+        return state
 
     def _open_env(self) -> None:
         env = open_environment(self._directory, self._map_size_bytes)
@@ -210,7 +201,15 @@ class BlockIndex:
     def lookup(self, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:
         """The addresses of those keys that are there. Raises: StorageError."""
         with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
-            return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
+            return find_in(cursor, keys)
+
+    def entries(self, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:
+        """Up to `limit` entries behind the key `after` (empty: from the first), in key order. Raises: StorageError.
+
+        A transaction of its own each time: one kept open over a whole walk would keep every page that was freed meanwhile.
+        """
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            return read_entries(cursor, after, limit)
 
     def commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]] = ()) -> int:
         """In one transaction: point keys at new addresses, and drop entries that still point where they are thought to.
@@ -276,13 +275,90 @@ class BlockIndex:
             self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
-def _walk(directory: Path) -> str:
-    """What a walk through the whole file finds wrong; empty when it is whole."""
-    command = [sys.executable, "-m", "kvstore.index_check", str(directory), *map(str, _ENTRY_BYTES)]
+def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) -> IndexState:
+    """Whether the file can be opened at all, before anything is."""
+    data, checksum = directory / "data.mdb", directory / _CHECKSUM_FILE
+    if not data.exists():
+        return IndexState(False, False, NOT_THERE)
+    if (directory / _DAMAGED_FILE).exists():
+        return IndexState(False, False, "it was found damaged while in use")
+    clean = checksum.exists()
+    if clean and checksum.read_bytes() != _file_checksum(data):
+        return IndexState(False, False, "its checksum is wrong")
+    problem = walk(directory, *walk_flags) if always_walk or not clean else ""
+    if problem:
+        return IndexState(False, False, f"it is damaged: {problem}")
+    return IndexState(True, clean, "closed in order" if clean else "the last process died")
+
+
+def _owned_state(
+    state: IndexState, store: bytes | None, boot: bytes | None, store_id: bytes, device: Device
+) -> IndexState:
+    """Whether what the file says of its owner lets it be used."""
+    if store != store_id:
+        return IndexState(False, False, "it belongs to another store")
+    if not state.clean and boot != device.boot_id():
+        return IndexState(False, False, MACHINE_STOPPED)
+    return state
+
+
+def inspect(directory: Path, store_id: str, device: Device) -> tuple[IndexState, lmdb.Environment | None]:
+    """What the next start will find, and the environment to read if it is usable; the caller closes it. Changes nothing.
+
+    The file is walked in another process first, because a damaged one could end this one with a signal.
+    """
+    state = _file_state(directory, "--readonly", always_walk=True)
+    if not state.usable:
+        return state, None
+    try:
+        env = open_environment(directory, map_size_bytes=0, readonly=True)
+        meta = env.open_db(b"meta", create=False)
+        with env.begin(db=meta) as txn:
+            store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
+    except (lmdb.Error, StorageError) as error:
+        return IndexState(False, False, f"it is damaged: {error}"), None
+    state = _owned_state(state, store, boot, store_id.encode(), device)
+    if not state.usable:
+        env.close()
+        return state, None
+    return state, env
+
+
+def read_entries(cursor: Any, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:  # noqa: ANN401
+    """Up to `limit` entries of an LMDB cursor behind the key `after` (empty: from the first)."""
+    there = cursor.set_range(after) if after else cursor.first()
+    if there and cursor.key() == after:
+        there = cursor.next()
+    found = list(islice(cursor.iternext(), limit)) if there else []
+    for key, value in found:
+        if (len(key), len(value)) != ENTRY_BYTES:
+            raise lmdb.CorruptedError(f"an entry of {len(key)} and {len(value)} bytes")
+    return [(key, _unpack(value)) for key, value in found]
+
+
+def find_in(cursor: Any, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:  # noqa: ANN401
+    """The addresses of those keys that an LMDB cursor finds."""
+    return {key: _unpack(value) for key, value in cursor.getmulti(keys)}
+
+
+def walk(directory: Path, *flags: str) -> str:
+    """What is wrong with a file that nobody has open; empty when it is whole. Changes nothing that counts.
+
+    LMDB looks at it in a process of its own, which a damaged page may end with a signal. The pages of the tree, which are
+    nearly all there are, are looked at here, without LMDB.
+    """
+    command = [sys.executable, "-m", "kvstore.index_check", *flags, str(directory), *map(str, ENTRY_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
-        return f"walking it ended with signal {-done.returncode}"
-    return done.stderr.strip()[-500:] or "walking it failed" if done.returncode else ""
+        return f"opening it ended with signal {-done.returncode}"
+    if done.returncode:
+        return done.stderr.strip()[-500:] or "opening it failed"
+    page_bytes, tree = done.stdout.split()
+    try:
+        check_tree(directory / "data.mdb", int(page_bytes), bytes.fromhex(tree), ENTRY_BYTES)
+    except (StorageError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def block_keys(namespace_id: int, hashes: bytes, first_block: int, count: int) -> list[bytes]:

@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 _MAX_READERS = 1022
 
 
-def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
-    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short."""
-    directory.mkdir(exist_ok=True)
+def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = False) -> lmdb.Environment:
+    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short.
+
+    With `readonly` no file is made, changed or locked; nobody else may have it open then.
+    """
+    if not readonly:
+        directory.mkdir(exist_ok=True)
     env = lmdb.open(
         str(directory),
         map_size=map_size_bytes,
@@ -27,6 +31,9 @@ def open_environment(directory: Path, map_size_bytes: int) -> lmdb.Environment:
         metasync=False,
         readahead=False,
         mode=0o640,
+        readonly=readonly,
+        create=not readonly,
+        lock=not readonly,
     )
     # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]

@@ -97,8 +97,10 @@ class _Rows:
 
 def _usable_rows(segment: Segment) -> _Rows:
     rows = segment.read_rows(0, segment.slot_count)
-    usable = fmt.valid_rows(rows, segment.segment_id) & (segment.uses[: segment.slot_count, 0] == 0)
-    slots = np.flatnonzero(usable)
+    whole, unflagged = fmt.valid_rows(rows, segment.segment_id), segment.uses[: segment.slot_count, 0] == 0
+    # A row torn by a crash names no block: nobody must count it as one.
+    segment.flag(np.flatnonzero(unflagged & ~whole), fmt.FLAG_DELETED)
+    slots = np.flatnonzero(whole & unflagged)
     return _Rows(segment, key_array(rows[slots]), slots)
 
 

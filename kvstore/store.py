@@ -26,8 +26,10 @@ from kvstore.errors import (
 )
 from kvstore.expiry import TtlTable, last_use_s
 from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
+from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
 from kvstore.log import format as fmt
+from kvstore.log.check import Alive
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
@@ -35,12 +37,14 @@ from kvstore.log.writer import LogWriter, NewEntry, Outcome, PutJob, storage_err
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
 from kvstore.resume import resume_plan
+from kvstore.scrub import Scrubber, parse_cursor
 from kvstore.traffic import MAX_TTL_S, RefreshRule
 from kvstore.types import (
     BlockAddr,
     BlockInfo,
     ClassId,
     EvictSelection,
+    InvariantReport,
     Match,
     Namespace,
     PutBlock,
@@ -67,6 +71,7 @@ if TYPE_CHECKING:
     from kvstore.clock import Clock
     from kvstore.config import StoreConfig, TrafficClassConfig
     from kvstore.log.segment import Segment
+    from kvstore.scrub import ScrubStep
     from kvstore.traffic import TrafficClass
     from kvstore.types import ReadFrame
     from kvstore_api.chain import Chain
@@ -103,6 +108,7 @@ class LocalStore:
         self._catalog = catalog
         self._ttls = TtlTable(catalog.classes.values())
         self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
+        self._invariants: InvariantReport | None = None  # of the last check; replaced as a whole
         try:
             self._reserve_segment_ids()  # now, so that no put waits for it
         except OSError as error:
@@ -676,7 +682,69 @@ class LocalStore:
             classes=[(record.traffic_class, usage.get(record.class_id, Usage())) for record in records],
             namespace_count=len(self._catalog.namespaces),
             durability=self._config.durability,
+            invariants=self._invariants,
         )
+
+    def scrub(self, cursor: str = "", max_bytes: int = 0) -> Iterator[ScrubStep]:
+        """Read every block that is still offered, from `cursor` on, and take damaged ones out of the offer; see `scrub.py`.
+
+        Each step of the iterator does I/O for about 1 MiB or one block; whoever iterates sets the pace, and may leave at any step.
+        Args: max_bytes: stop after so many payload bytes; 0 for no limit.
+        Raises: InvalidArgumentError: `cursor` was given by no step; at once, not when iterated.
+        """
+        digests: dict[int, bytes] = {n.namespace_id: digest for digest, n in self._catalog.namespaces.items()}
+        scrubber = Scrubber(
+            self._segments,
+            Alive(
+                unexpired=lambda uses: self._ttls.live(uses, self._clock.now_s()),
+                known=lambda namespace_ids: np.isin(namespace_ids, self._live_ids),
+            ),
+            live_bytes=lambda segment: census.total([segment], self._live_mask).bytes,
+            condemn=lambda segment, slots: self._on_writer(lambda: self._condemn(segment, slots)),
+            digest=lambda namespace_id: digests.get(namespace_id, b""),
+        )
+        return scrubber.steps(parse_cursor(cursor), max_bytes)
+
+    def _condemn(self, segment: Segment, slots: Sequence[int]) -> set[int]:
+        """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
+        if segment.state == fmt.STATE_RETIRED:
+            return set()
+        offered = [slot for slot in slots if not segment.uses[slot, 0]]
+        segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
+        self.counters.add(blocks_corrupt=len(offered))
+        return set(offered)
+
+    def invariants(self) -> InvariantReport:
+        """Check the store against itself, and remember the result for `status`; see `invariants.py`.
+
+        Takes many short turns on the writer thread: puts go on in between. Raises: StorageError: the store is closed.
+        """
+        for _ in self.invariant_steps():
+            pass
+        assert self._invariants is not None, "a check left no report"
+        return self._invariants
+
+    def invariant_steps(self) -> Iterator[float]:
+        """The same in steps for a caller that may have to leave; yields the share that is done, and remembers the result last."""
+        check = InvariantCheck(
+            self._data_dir.path,
+            self._segments,
+            self._index,
+            self._clock,
+            live=self._live_mask,
+            used_bytes=self._reclaimer.used_bytes,
+            segment_ids_end=lambda: self._segment_ids_end,
+            on_writer=self._on_writer,
+        )
+        yield from check.steps()
+        self._invariants = check.report()
+        for sentence in self._invariants.violations:
+            _log.error("invariant violated: %s", sentence)
+
+    @property
+    def last_invariants(self) -> InvariantReport | None:
+        """What the last check since the start has found."""
+        return self._invariants
 
     def evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
         """Evict the blocks selected, or only count them. They are misses at once and after a restart.

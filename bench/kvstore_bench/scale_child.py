@@ -9,17 +9,23 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvstore.index import BlockIndex, row_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
-from kvstore.log.segment import Segment
-from kvstore.types import BlockAddr
+from kvstore.types import BlockAddr, SegmentId
 from kvstore_bench.processes import own_io, own_memory
 from kvstore_bench.sparse_store import BLOCK_BYTES, open_store
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # A group commit of the server holds 32 MiB of payload at most.
 _GROUP_BLOCKS = (32 << 20) // BLOCK_BYTES
+_ROWS_AT_A_TIME = 256
 
 
 def memory(directory: Path, blocks: int) -> dict[str, float]:
@@ -35,15 +41,14 @@ def index(directory: Path, blocks: int) -> dict[str, float]:
     """The same commits to an index alone, in the same groups: rows stand in the order in which they were committed."""
     written = 0
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix="index-") as scratch:
-        again = BlockIndex(Path(scratch) / "index", "0" * 32, blocks * BLOCK_BYTES)
+        again = BlockIndex(Path(scratch) / "index", "0" * 32, blocks * BLOCK_BYTES, FileDevice())
         before = own_io()
         for path in sorted((directory / "segments").iterdir()):
-            segment = _open(path)
-            rows = segment.read_rows(0, segment.slot_count)
+            segment_id, rows = _rows_of(path)
             keys = row_keys(rows)
             for start in range(0, len(keys), _GROUP_BLOCKS):
                 group = keys[start : start + _GROUP_BLOCKS]
-                again.commit({key: BlockAddr(segment.segment_id, start + slot) for slot, key in enumerate(group)})
+                again.commit({key: BlockAddr(segment_id, start + slot) for slot, key in enumerate(group)})
             written += len(keys)
         again.close()
         after = own_io()
@@ -56,13 +61,15 @@ def index(directory: Path, blocks: int) -> dict[str, float]:
     }
 
 
-def _open(path: Path) -> Segment:
-    device = FileDevice()
-    descriptor = device.open(path)
-    page = bytearray(fmt.HEADER_BYTES)
-    device.read(descriptor, [memoryview(page)], 0)
-    device.close(descriptor)
-    return Segment.open(path, device, fmt.SegmentHeader.decode(bytes(page), path.name).store_id)
+def _rows_of(path: Path) -> tuple[SegmentId, NDArray[np.void]]:
+    with path.open("rb") as file:
+        header = fmt.SegmentHeader.decode(file.read(fmt.HEADER_BYTES), path.name)
+        file.seek(fmt.Layout(header.row_capacity).row_offset(0))
+        parts: list[NDArray[np.void]] = []
+        while not parts or parts[-1]["magic"][-1]:
+            parts.append(np.frombuffer(file.read(_ROWS_AT_A_TIME * fmt.ROW_BYTES), dtype=fmt.ROW_DTYPE))
+    rows = np.concatenate(parts)
+    return header.segment_id, rows[rows["magic"] == fmt.ROW_MAGIC]
 
 
 _MEASUREMENTS = {"memory": memory, "index": index}

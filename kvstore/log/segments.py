@@ -141,6 +141,11 @@ class SegmentSet:
         with self._lock:
             return sum(self._allocated.values()) + self._damaged_bytes
 
+    def accounted(self) -> dict[SegmentId, int]:
+        """What is counted for each segment file."""
+        with self._lock:
+            return dict(self._allocated)
+
     def retiring_bytes(self) -> int:
         """Of those, files that only wait for leases to pass."""
         retiring = [segment for segment in self._retiring if not segment.unlink_failed]

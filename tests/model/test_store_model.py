@@ -235,7 +235,9 @@ class StoreModel(RuleBasedStateMachine):
                 self.expired.pop(key, None)
                 self.note_stored(key, name)
 
-    @rule(tenant=tenants, conversation=conversations, name=classes, peek=st.booleans(), lease_s=st.sampled_from([5, 30]))
+    @rule(
+        tenant=tenants, conversation=conversations, name=classes, peek=st.booleans(), lease_s=st.sampled_from([5, 30])
+    )
     def match(self, tenant: str, conversation: int, name: str, peek: bool, lease_s: int) -> None:
         chain = self.chain(tenant, conversation)
         match = self.store.match(self.namespaces[tenant], chain, name, peek=peek, lease_s=lease_s)
@@ -527,7 +529,7 @@ class DurableStoreModel(StoreModel):
     durability = "sync"
 
 
-# A failing run prints its steps, and every choice of the device comes from the seed among them. Not shrunk, which would take minutes.
+# A failing run prints its steps, and every choice of the device comes from the seed among them. Not shrunk: that takes minutes.
 _SETTINGS = settings(
     max_examples=40,
     stateful_step_count=30,

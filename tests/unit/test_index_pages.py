@@ -7,8 +7,11 @@ import struct
 
 import pytest
 
-from kvstore.index import BlockIndex, open_environment
-from kvstore.index_check import _check_tree, _DamagedError, check
+from kvstore.errors import StorageError
+from kvstore.index import ENTRY_BYTES, BlockIndex, walk
+from kvstore.index_file import open_environment
+from kvstore.index_pages import check_tree
+from kvstore.log.device import FileDevice
 from kvstore.types import BlockAddr, SegmentId
 
 PAGE = 4096
@@ -18,7 +21,7 @@ BRANCH, LEAF = 1, 2
 @pytest.fixture
 def index(tmp_path):
     """A closed index with some hundred leaf pages below two levels of branch pages, its file and what the main tree says of it."""
-    index = BlockIndex(tmp_path / "index", "0" * 32, 1 << 30)
+    index = BlockIndex(tmp_path / "index", "0" * 32, 1 << 30, FileDevice())
     numbers = random.Random(1)
     for _ in range(20):
         index.commit({numbers.randbytes(44): BlockAddr(SegmentId(7), slot) for slot in range(1000)})
@@ -46,14 +49,15 @@ def pages_of(data, tree):
 
 def test_a_whole_index_is_whole(index):
     path, tree = index
-    assert check(path.parent) is None
+    assert walk(path.parent) == ""
+    assert walk(path.parent, "--readonly") == ""
     assert len(pages_of(path.read_bytes(), tree)[LEAF]) > 200
     assert len(pages_of(path.read_bytes(), tree)[BRANCH]) > 2
 
 
 def test_an_empty_index_is_whole(tmp_path):
-    BlockIndex(tmp_path / "index", "0" * 32, 1 << 30).close()
-    assert check(tmp_path / "index") is None
+    BlockIndex(tmp_path / "index", "0" * 32, 1 << 30, FileDevice()).close()
+    assert walk(tmp_path / "index") == ""
 
 
 @pytest.mark.parametrize("kind", [BRANCH, LEAF])
@@ -71,18 +75,18 @@ def test_every_bit_of_a_page_that_lmdb_relies_on_is_looked_at(index, kind):
         bit = 1 << numbers.randrange(8)
         data[at] ^= bit
         path.write_bytes(data)
-        with pytest.raises(_DamagedError):
-            _check_tree(path, PAGE, tree)
+        with pytest.raises(StorageError):
+            check_tree(path, PAGE, tree, ENTRY_BYTES)
         data[at] ^= bit
     path.write_bytes(data)
-    _check_tree(path, PAGE, tree)
+    check_tree(path, PAGE, tree, ENTRY_BYTES)
 
 
 def test_a_lost_page_is_noticed_by_the_number_of_entries(index):
     path, tree = index
     entries = struct.unpack_from("<Q", tree, 32)[0]
-    with pytest.raises(_DamagedError, match=f"{entries} entries, it says {entries + 1}"):
-        _check_tree(path, PAGE, tree[:32] + struct.pack("<Q", entries + 1) + tree[40:])
+    with pytest.raises(StorageError, match=f"{entries} entries, it says {entries + 1}"):
+        check_tree(path, PAGE, tree[:32] + struct.pack("<Q", entries + 1) + tree[40:], ENTRY_BYTES)
 
 
 def test_a_tree_that_leads_back_into_itself_ends(index):
@@ -92,8 +96,8 @@ def test_a_tree_that_leads_back_into_itself_ends(index):
     (first,) = struct.unpack_from("<H", data, root * PAGE + 16)
     struct.pack_into("<HHH", data, root * PAGE + first, root & 0xFFFF, root >> 16, 0)
     path.write_bytes(data)
-    with pytest.raises(_DamagedError, match="none of its tree"):
-        _check_tree(path, PAGE, tree)
+    with pytest.raises(StorageError, match="none of its tree"):
+        check_tree(path, PAGE, tree, ENTRY_BYTES)
 
 
 def test_a_node_that_two_offsets_name_is_noticed(index):
@@ -102,8 +106,8 @@ def test_a_node_that_two_offsets_name_is_noticed(index):
     page = pages_of(data, tree)[LEAF][5] * PAGE
     data[page + 16 : page + 18] = data[page + 18 : page + 20]
     path.write_bytes(data)
-    with pytest.raises(_DamagedError, match="overlap"):
-        _check_tree(path, PAGE, tree)
+    with pytest.raises(StorageError, match="overlap"):
+        check_tree(path, PAGE, tree, ENTRY_BYTES)
 
 
 def test_a_key_one_byte_short_in_a_branch_page_is_noticed(index):
@@ -115,8 +119,8 @@ def test_a_key_one_byte_short_in_a_branch_page_is_noticed(index):
     assert data[page + node + 6] == 44
     data[page + node + 6] = 43
     path.write_bytes(data)
-    with pytest.raises(_DamagedError, match="without the keys"):
-        _check_tree(path, PAGE, tree)
+    with pytest.raises(StorageError, match="without the keys"):
+        check_tree(path, PAGE, tree, ENTRY_BYTES)
 
 
 def test_a_page_with_two_parents_is_noticed(index):
@@ -134,5 +138,5 @@ def test_a_page_with_two_parents_is_noticed(index):
     one, other, *_ = max(by_size.values(), key=len)
     data[other : other + 6] = data[one : one + 6]
     path.write_bytes(data)
-    with pytest.raises(_DamagedError, match="two parents"):
-        _check_tree(path, PAGE, tree)
+    with pytest.raises(StorageError, match="two parents"):
+        check_tree(path, PAGE, tree, ENTRY_BYTES)
