@@ -80,6 +80,7 @@ class FsckReport:
     """What was looked at and found. Blocks that expired, were dropped or flagged are not read: nobody will get them."""
 
     data_dir: str
+    clean: bool = True  # nothing is wrong
     store_id: str = ""
     namespaces: int = 0
     segments: int = 0
@@ -95,10 +96,12 @@ class FsckReport:
     findings: list[Finding] = field(default_factory=list)
     leftovers: list[Leftover] = field(default_factory=list)
 
-    @property
-    def clean(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.finding_count
+    def add(self, finding: Finding) -> None:
+        """Note something that is wrong."""
+        self.clean = False
+        self.finding_count += 1
+        if len(self.findings) < FINDINGS_MAX:
+            self.findings.append(finding)
 
 
 def fsck(data_dir: Path, now_s: float, progress: Callable[[float, str], None]) -> FsckReport:
@@ -128,8 +131,7 @@ def _catalog(data_dir: Path, report: FsckReport) -> Catalog | None:
             )
         return Catalog.load(data_dir)
     except CorruptDataDirError as error:
-        finding = Finding(CATALOG_DAMAGED, CATALOG_FILE, None, None, None, None, str(error), _REFUSES)
-        report.finding_count, report.findings = 1, [finding]
+        report.add(Finding(CATALOG_DAMAGED, CATALOG_FILE, None, None, None, None, str(error), _REFUSES))
         return None
 
 
@@ -297,15 +299,12 @@ class _Check:
         detail = damage.reason if kind == NOT_INDEXED else _DETAILS.get(kind, kind)
         namespace = self._digests.get(int(row["namespace_id"])) if row is not None else None
         prefix_hash = row["prefix_hash"].tobytes() if row is not None else None
-        self._add(Finding(kind, file, segment.segment_id, damage.slot, namespace, prefix_hash, detail, next_start))
+        self._report.add(
+            Finding(kind, file, segment.segment_id, damage.slot, namespace, prefix_hash, detail, next_start)
+        )
 
     def _find(self, kind: str, file: str, detail: str, next_start: str, segment_id: int | None = None) -> None:
-        self._add(Finding(kind, file, segment_id, None, None, None, detail, next_start))
-
-    def _add(self, finding: Finding) -> None:
-        self._report.finding_count += 1
-        if len(self._report.findings) < FINDINGS_MAX:
-            self._report.findings.append(finding)
+        self._report.add(Finding(kind, file, segment_id, None, None, None, detail, next_start))
 
     def _numbers(self) -> str:
         report = self._report

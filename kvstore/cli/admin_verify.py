@@ -144,9 +144,9 @@ class Verification(Result):
 def verify(
     ctx: typer.Context,
     begin: Annotated[
-        str,
+        str | None,
         typer.Option("--from", metavar="CURSOR", help="Continue where an earlier run ended; it printed the cursor."),
-    ] = "",
+    ] = None,
     rate: Annotated[
         str, typer.Option(metavar="SIZE", help="Payload bytes to read in a second, at most, e.g. 1GiB; 0 for no limit.")
     ] = "100MiB",
@@ -168,12 +168,12 @@ def verify(
     """
     session = session_of(ctx)
     request = admin_pb2.VerifyRequest(
-        cursor=begin,
+        cursor=begin or "",
         bytes_per_second=parse_size(rate, "--rate"),
         max_bytes=0 if max_bytes is None else parse_size(max_bytes, "--max-bytes"),
     )
     limit_s = None if max_time is None else parse_duration(max_time, "--max-time")
-    scrub = _Scrub(begin)
+    scrub = _Scrub(begin or "")
     with progress_show("verify") as show:
         stopped = _run(session, request, limit_s, scrub, show)
     return scrub.result(stopped)
@@ -208,7 +208,6 @@ class _Scrub:
 
     def __init__(self, begin: str) -> None:
         self.began = False
-        self._begin = begin
         self._last = admin_pb2.VerifyResponse(cursor=begin)
         self._started_s = time.monotonic()
         self._damaged: list[DamagedBlock] = []
