@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc
 
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InvalidArgumentError, NotServingError
 from kvstore.messages import (
     block_info_message,
     class_usage_message,
+    damaged_block_message,
     from_duration,
+    invariants_message,
     namespace_message,
     to_timestamp,
     traffic_class_message,
     usage_message,
 )
 from kvstore.rpc import Context, Handler, RpcEdge, deadline_s
+from kvstore.scrub import Pace
 from kvstore.types import EvictSelection
 from kvstore_api.v1 import admin_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import TypeVar
 
     from kvstore.metrics import Metrics
-    from kvstore.pool import StorePool
-    from kvstore.service import StoreDoor
+    from kvstore.pool import Slot, StorePool
+    from kvstore.scrub import ScrubStep
+    from kvstore.service import Pools, StoreDoor
     from kvstore.store import LocalStore
     from kvstore.types import Namespace, Usage
 
@@ -39,30 +46,34 @@ SERVICE_NAME = "kvstore.v1.Admin"
 # Serialized namespaces in one answer: far from the 4 MiB that a message may have, and still hundreds of usual ones.
 PAGE_BYTES_MAX = 1 << 20
 
+# How often a scrub says how far it is; damage is told at once.
+_PROGRESS_INTERVAL_S = 0.5
+
 _PAGE_TOKEN = re.compile(r"[1-9][0-9]{0,9}")
 _NAMESPACE_ID_MAX = 2**32 - 1
 
 
 class AdminService:
-    """The RPCs of `kvstore.v1.Admin`; all of them run on the control pool.
+    """The RPCs of `kvstore.v1.Admin`; they run on the control pool, but for scrubs, which have a thread of their own.
 
     Args:
         version: of the server.
         start_time_s: when it started, seconds since the epoch.
     """
 
-    def __init__(
-        self, store: StoreDoor, pool: StorePool, metrics: Metrics, *, version: str, start_time_s: float
-    ) -> None:
+    def __init__(self, store: StoreDoor, pools: Pools, metrics: Metrics, *, version: str, start_time_s: float) -> None:
         self._store = store
-        self._pool = pool
+        self._pool: StorePool = pools.control
+        self._scrub_pool: StorePool = pools.scrub
+        self._stopping = asyncio.Event()
         self._metrics = metrics
         self._version = version
         self._start_time_s = start_time_s
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a gRPC server is given."""
-        unary = RpcEdge(self._metrics).unary
+        edge = RpcEdge(self._metrics)
+        unary = edge.unary
         methods: dict[str, Handler] = {
             "GetStatus": unary("GetStatus", pb.GetStatusRequest, self._get_status),
             "ListNamespaces": unary("ListNamespaces", pb.ListNamespacesRequest, self._list_namespaces),
@@ -72,8 +83,13 @@ class AdminService:
             "SetTrafficClassTtl": unary("SetTrafficClassTtl", pb.SetTrafficClassTtlRequest, self._set_ttl),
             "Evict": unary("Evict", pb.EvictRequest, self._evict),
             "FindBlocks": unary("FindBlocks", pb.FindBlocksRequest, self._find_blocks),
+            "Verify": edge.streams_out("Verify", pb.VerifyRequest, self._verify),
         }
         return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    def stop_scrubs(self) -> None:
+        """End scrubs that run: they go on for hours, and can be continued, so a server that stops does not wait for them."""
+        self._stopping.set()
 
     async def _run(self, call: Callable[[], T], context: Context) -> T:
         return await self._pool.run(call, deadline_s(context))
@@ -97,6 +113,7 @@ class AdminService:
             counters=[pb.Counter(name=name, value=value) for name, value in counters.items()],
             hit_rate=_hit_rate(counters),
             durability=status.durability,
+            invariants=invariants_message(status.invariants) if status.invariants is not None else None,
         )
 
     async def _list_namespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
@@ -139,6 +156,78 @@ class AdminService:
     async def _find_blocks(self, request: pb.FindBlocksRequest, context: Context) -> pb.FindBlocksResponse:
         infos = await self._run(partial(self._store().find_blocks, request.prefix_hash_hex), context)
         return pb.FindBlocksResponse(blocks=[block_info_message(info) for info in infos])
+
+    async def _verify(self, request: pb.VerifyRequest, context: Context) -> None:
+        store = self._store()
+        steps = store.scrub(request.cursor, request.max_bytes)
+        pace = Pace(request.bytes_per_second, time.monotonic())
+        news = _ScrubNews()
+        with self._scrub_pool.admit(deadline_s(context)) as slot:
+            while (step := await self._next(steps, slot)) is not None:
+                pause_s = pace.pause_s(news.add(step), time.monotonic())
+                if news.due(pause_s):
+                    await context.write(news.take())
+                await self._pause(pause_s)
+            if news.finished:
+                check = store.invariant_steps()
+                while (share := await self._next(check, slot)) is not None:
+                    if news.due():
+                        await context.write(news.take(invariants_done=share))
+                report = store.last_invariants
+                assert report is not None, "a check left no report"
+                await context.write(news.take(invariants_done=1.0, invariants=invariants_message(report)))
+            else:
+                await context.write(news.take())
+
+    async def _next(self, steps: Iterator[T], slot: Slot) -> T | None:
+        if self._stopping.is_set():
+            raise NotServingError("the server is stopping; continue from the last cursor once it is back")
+        return await slot.run(partial(next, steps, None))
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait, unless the server stops."""
+        if pause_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+
+class _ScrubNews:
+    """What a scrub has to tell since its last answer."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self._message = pb.VerifyResponse()
+        self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+
+    def add(self, step: ScrubStep) -> int:
+        """Take a step in; returns the bytes it has read."""
+        message, read_bytes = self._message, step.bytes_done - self._message.bytes_done
+        message.cursor = str(step.cursor)
+        message.segments_done, message.segments_total = step.segments_done, step.segments_total
+        message.bytes_done, message.bytes_total = step.bytes_done, step.bytes_total
+        message.blocks_checked = step.blocks_checked
+        message.damaged.extend(damaged_block_message(block) for block in step.damaged)
+        message.unreadable.extend(
+            pb.UnreadableSegment(segment_id=segment.segment_id, detail=segment.why) for segment in step.unreadable
+        )
+        message.finished = self.finished = step.finished
+        return read_bytes
+
+    def due(self, pause_s: float = 0.0) -> bool:
+        """Whether it is time for an answer, or will be within a pause that is about to be made."""
+        found = self._message.damaged or self._message.unreadable
+        return bool(found) or time.monotonic() + pause_s >= self._next_s
+
+    def take(self, *, invariants_done: float = 0.0, invariants: pb.InvariantReport | None = None) -> bytes:
+        """The answer, serialized; what was found is told only once."""
+        self._next_s = time.monotonic() + _PROGRESS_INTERVAL_S
+        self._message.invariants_done = invariants_done
+        if invariants is not None:
+            self._message.invariants.CopyFrom(invariants)
+        data = self._message.SerializeToString()
+        self._message.ClearField("damaged")
+        self._message.ClearField("unreadable")
+        return data
 
 
 def _last_namespace(page_token: str) -> int:

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING
 
 from kvstore.catalog import CATALOG_FILE, Catalog
 from kvstore.clock_file import CLOCK_FILE
-from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError
+from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError, NotADataDirError
+from kvstore.index import INDEX_FILES
+from kvstore.log.device import SCRATCH_SUFFIX
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+    from kvstore.log.device import Device
 
 LOCK_FILE = "LOCK"
 SEGMENTS_DIR = "segments"
 INDEX_DIR = "index"
-_EXPECTED = {CATALOG_FILE, f"{CATALOG_FILE}.new", LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+_CATALOG_SCRATCH = CATALOG_FILE + SCRATCH_SUFFIX
+_EXPECTED = {CATALOG_FILE, _CATALOG_SCRATCH, LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
 
 
 class DataDir:
@@ -51,8 +57,10 @@ class DataDir:
             raise ConfigError(f"data_dir {path} cannot be used: {error.strerror or error}") from error
         return cls(path, lock)
 
-    def load_catalog(self) -> Catalog:
+    def load_catalog(self, device: Device) -> Catalog:
         """The catalog, new if the directory is. Raises: CorruptDataDirError: it is gone although segments are there."""
+        with contextlib.suppress(FileNotFoundError):
+            device.unlink(self.path / _CATALOG_SCRATCH)  # of a process that died while it replaced the catalog
         if (self.path / CATALOG_FILE).exists():
             return Catalog.load(self.path)
         orphans = len(list(self.segments.iterdir()))
@@ -62,7 +70,7 @@ class DataDir:
                 "blocks they hold; restore it from a backup, or move the files away to start empty"
             )
         catalog = Catalog.new()
-        catalog.save(self.path)
+        catalog.save(self.path, device)
         return catalog
 
     def small_files_bytes(self) -> int:
@@ -78,9 +86,60 @@ class DataDir:
             self._lock = None
 
 
+@contextlib.contextmanager
+def held_still(path: Path) -> Iterator[None]:
+    """Hold the lock of a directory without changing a byte in it; one that no server ever locked is held by nobody.
+
+    Raises: DataDirLockedError; NotADataDirError; ConfigError: it cannot be read.
+    """
+    try:
+        names = {entry.name for entry in path.iterdir()}
+        if not names & {CATALOG_FILE, SEGMENTS_DIR}:
+            raise NotADataDirError(f"{path} is no data directory of kvstore: there is no {CATALOG_FILE} in it")
+        descriptor = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC) if LOCK_FILE in names else None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotADataDirError(f"{path} is no data directory of kvstore: {error.strerror}") from error
+    except OSError as error:
+        raise ConfigError(f"data_dir {path} cannot be read: {error.strerror or error}") from error
+    if descriptor is None:
+        yield
+        return
+    _flock(descriptor, path / LOCK_FILE)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Files in a data directory that the store does not use: what was set aside, half-written or put there by others."""
+    known = {CATALOG_FILE, LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+    found = [entry for entry in path.iterdir() if entry.name not in known]
+    for directory, is_known in ((SEGMENTS_DIR, _is_segment), (INDEX_DIR, _is_index_file)):
+        if (path / directory).is_dir():
+            found += [entry for entry in (path / directory).iterdir() if not is_known(entry)]
+    return sorted(found)
+
+
+def _is_segment(path: Path) -> bool:
+    return path.suffix == ".seg"
+
+
+def _is_index_file(path: Path) -> bool:
+    return path.name in INDEX_FILES
+
+
 def _lock(path: Path) -> int:
     """Take the lock and note who holds it, for the message the next one gets."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    _flock(descriptor, path)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    return descriptor
+
+
+def _flock(descriptor: int, path: Path) -> None:
+    """Lock it. Raises: DataDirLockedError: somebody has; names them and closes it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -92,6 +151,3 @@ def _lock(path: Path) -> int:
         raise DataDirLockedError(
             f"data_dir {path.parent} is held by {holder}; stop it, or give this server a directory of its own"
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-    return descriptor

@@ -97,3 +97,9 @@ class ConfigError(KvStoreError):
     """The configuration is wrong; names the key."""
 
     reason = "CONFIG"
+
+
+class NotADataDirError(ConfigError):
+    """What was named as a data directory is something else, or nothing."""
+
+    reason = "NOT_A_DATA_DIR"

@@ -14,8 +14,18 @@ from kvstore_api.v1 import admin_pb2, block_store_pb2, types_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvstore.scrub import DamagedBlock
     from kvstore.traffic import TrafficClass
-    from kvstore.types import BlockInfo, Namespace, PutResult, ReadFrame, ResumePlan, StateObject, Usage
+    from kvstore.types import (
+        BlockInfo,
+        InvariantReport,
+        Namespace,
+        PutResult,
+        ReadFrame,
+        ResumePlan,
+        StateObject,
+        Usage,
+    )
 
 _NANOS = 1_000_000_000
 
@@ -125,4 +135,31 @@ def block_info_message(info: BlockInfo) -> admin_pb2.BlockInfo:
         ],
         state=info.state,
         state_object=info.state_object,
+    )
+
+
+def damaged_block_message(block: DamagedBlock) -> admin_pb2.DamagedBlock:
+    """A block that a scrub found damaged."""
+    return admin_pb2.DamagedBlock(
+        namespace=block.namespace,
+        prefix_hash=block.prefix_hash,
+        segment_id=block.segment_id,
+        slot=block.slot,
+        reason=block.reason,
+    )
+
+
+def invariants_message(report: InvariantReport) -> admin_pb2.InvariantReport:
+    """A check of the store against itself."""
+    return admin_pb2.InvariantReport(
+        time=to_timestamp(report.time_s),
+        segments=report.segments,
+        slots=report.slots,
+        live_blocks=report.live_blocks,
+        index_entries=report.index_entries,
+        stale_entries=report.stale_entries,
+        accounted_bytes=report.accounted_bytes,
+        allocated_bytes=report.allocated_bytes,
+        violation_count=report.violation_count,
+        violations=report.violations,
     )

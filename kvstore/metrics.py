@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvstore.listen import ListenAddress
     from kvstore.pool import StorePool
     from kvstore.store import LocalStore
-    from kvstore.types import PutResult, StoreStatus
+    from kvstore.types import InvariantReport, PutResult, StoreStatus
 
 # Budgets begin at 50 ms; a match takes well under 1 ms, a long stream seconds.
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -169,6 +169,7 @@ def _status_metrics(status: StoreStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily("kvstore_live_bytes", "Payload bytes of those.", value=status.live.bytes)
     yield GaugeMetricFamily("kvstore_segments", "Segment files, open ones included.", value=status.segment_count)
     yield GaugeMetricFamily("kvstore_namespaces", "Namespaces that are alive.", value=status.namespace_count)
+    yield from _invariant_metrics(status.invariants)
     blocks = GaugeMetricFamily("kvstore_class_live_blocks", "Live blocks, by traffic class.", labels=["traffic_class"])
     size = GaugeMetricFamily("kvstore_class_live_bytes", "Payload bytes of those.", labels=["traffic_class"])
     ttl = GaugeMetricFamily("kvstore_class_ttl_seconds", "Time to live, by traffic class.", labels=["traffic_class"])
@@ -177,6 +178,19 @@ def _status_metrics(status: StoreStatus) -> Iterator[Metric]:
         size.add_metric([traffic_class.name], usage.bytes)
         ttl.add_metric([traffic_class.name], traffic_class.ttl_s)
     yield from (blocks, size, ttl)
+
+
+def _invariant_metrics(report: InvariantReport | None) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "kvstore_invariant_violations",
+        "Things that did not agree at the last check of the store against itself; 0 before the first.",
+        value=report.violation_count if report else 0,
+    )
+    yield GaugeMetricFamily(
+        "kvstore_invariant_check_timestamp_seconds",
+        "When that check ended, seconds since the epoch; 0 before the first.",
+        value=report.time_s if report else 0,
+    )
 
 
 class _PoolCollector:

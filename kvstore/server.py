@@ -104,6 +104,9 @@ class Server:
         self._pools = Pools.of(config.server)
         self._metrics.watch(lambda: self._door.store, self._pools.all())
         self._health = health.aio.HealthServicer()
+        self._admin = AdminService(
+            self._door, self._pools, self._metrics, version=version(), start_time_s=self._clock.now_s()
+        )
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
         self._grpc.add_generic_rpc_handlers(self._handlers())
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -113,10 +116,7 @@ class Server:
 
     def _handlers(self) -> tuple[Any, ...]:
         blocks = BlockStoreService(self._door, self._pools, self._metrics)
-        admin = AdminService(
-            self._door, self._pools.control, self._metrics, version=version(), start_time_s=self._clock.now_s()
-        )
-        return blocks.handler(), admin.handler()
+        return blocks.handler(), self._admin.handler()
 
     async def start(self) -> None:
         """Bind the ports, open the store, serve. The ports answer while the store recovers: health says NOT_SERVING."""
@@ -138,6 +138,7 @@ class Server:
     async def drain(self, drain_s: float) -> None:
         """Say NOT_SERVING, take no more calls, and give those that run `drain_s` seconds."""
         await self._health.enter_graceful_shutdown()
+        self._admin.stop_scrubs()
         await self._grpc.stop(drain_s)
 
     async def close(self) -> None:

@@ -55,6 +55,8 @@ DETAILS_MAX = 1024
 
 # Registering, deleting and the operators' calls: rare, some of them slow.
 _CONTROL_THREADS, _CONTROL_PENDING_MAX = 4, 64
+# A second scrub would read the same blocks again.
+_SCRUB_THREADS, _SCRUB_PENDING_MAX = 1, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class Pools:
     read: StorePool
     write: StorePool
     control: StorePool
+    scrub: StorePool
 
     @classmethod
     def of(cls, config: ServerSection) -> Pools:
@@ -74,11 +77,12 @@ class Pools:
             read=StorePool("read", config.read_threads, config.read_pending_max),
             write=StorePool("write", config.write_threads, config.write_pending_max),
             control=StorePool("control", _CONTROL_THREADS, _CONTROL_PENDING_MAX),
+            scrub=StorePool("scrub", _SCRUB_THREADS, _SCRUB_PENDING_MAX),
         )
 
     def all(self) -> tuple[StorePool, ...]:
         """Every pool."""
-        return (self.match, self.read, self.write, self.control)
+        return (self.match, self.read, self.write, self.control, self.scrub)
 
     def close(self) -> None:
         """Wait for all threads. Blocks."""

@@ -38,6 +38,7 @@ STATUS_CODES: dict[type[KvStoreError], grpc.StatusCode] = {
     errors.CorruptDataDirError: grpc.StatusCode.DATA_LOSS,
     errors.ForeignSegmentError: grpc.StatusCode.DATA_LOSS,
     errors.ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NotADataDirError: grpc.StatusCode.FAILED_PRECONDITION,
     DeadlinePassedError: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 

@@ -31,9 +31,11 @@ from kvstore.errors import (
 )
 from kvstore.expiry import TtlTable
 from kvstore.finding import find_blocks
-from kvstore.index import BlockIndex, anchor_of, block_keys, boot_id, state_key
+from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
+from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
 from kvstore.log import format as fmt
+from kvstore.log.check import Alive
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
@@ -42,12 +44,14 @@ from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
 from kvstore.resume import resume_plan
+from kvstore.scrub import Scrubber, parse_cursor
 from kvstore.traffic import MAX_TTL_S, RefreshRule
 from kvstore.types import (
     BlockAddr,
     BlockInfo,
     ClassId,
     EvictSelection,
+    InvariantReport,
     Match,
     Namespace,
     PutBlock,
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
     from kvstore.config import StoreConfig, TenantConfig, TrafficClassConfig
     from kvstore.eviction import Choice
     from kvstore.log.segment import Segment
+    from kvstore.scrub import ScrubStep
     from kvstore.traffic import TrafficClass
     from kvstore.types import ReadFrame
     from kvstore_api.chain import Chain
@@ -109,23 +114,28 @@ class LocalStore:
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
-        self._data_dir, self._config = data_dir, config
+        self._data_dir, self._device, self._config = data_dir, device, config
         self._default_class = next(iter(traffic_classes))
         self._clock_file = ClockFile(data_dir.path / CLOCK_FILE, device)
-        self._clock = GuardedClock(clock, short_boot_id(boot_id()), self._clock_file.load())
+        self._clock = GuardedClock(clock, short_boot_id(device.boot_id()), self._clock_file.load())
         self._clock_file.keep(self._clock)
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
         self._rules = _rules(catalog)
         self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
+        self._invariants: InvariantReport | None = None  # of the last check; replaced as a whole
         try:
             self._reserve_segment_ids()  # now, so that no put waits for it
         except OSError as error:
             _log.warning("the catalog cannot be written, puts will be rejected until it can: %s", error)
         self._segments = SegmentSet(
-            data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
+            data_dir.segments,
+            device,
+            bytes.fromhex(catalog.store_id),
+            segment_size_bytes(config),
+            durable=config.durability == "sync",
         )
-        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity)
+        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
         # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
         self._segments.open_all(trust_seals=self._index.found.usable)
         recover(self._segments, self._index, progress)
@@ -184,13 +194,12 @@ class LocalStore:
         Args: progress: called with (segments done, segments in all) while the index is brought up to date.
         Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
         """
+        device = device or FileDevice()
         directory = DataDir.open(data_dir)
         try:
-            catalog = directory.load_catalog()
+            catalog = directory.load_catalog(device)
             catalog.with_classes(traffic_classes)  # what is wrong with them is told before anything is changed
-            return cls(
-                directory, catalog, config, traffic_classes, tenants or {}, clock, device or FileDevice(), progress
-            )
+            return cls(directory, catalog, config, traffic_classes, tenants or {}, clock, device, progress)
         except OSError as error:
             directory.close()
             raise storage_error(error) from error
@@ -205,7 +214,7 @@ class LocalStore:
         if any(r.traffic_class.ttl_s > known[n].traffic_class.ttl_s for n, r in catalog.classes.items() if n in known):
             self._end_expired()
         if catalog != self._catalog:
-            catalog.save(self._data_dir.path)
+            catalog.save(self._data_dir.path, self._device)
             self._use_catalog(catalog)
 
     def _use_catalog(self, catalog: Catalog) -> None:
@@ -338,7 +347,7 @@ class LocalStore:
         with self._catalog_lock:
             catalog = change(self._catalog)
             try:
-                catalog.save(self._data_dir.path)
+                catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
             self._use_catalog(catalog)
@@ -612,8 +621,8 @@ class LocalStore:
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
         for segment, where in self._by_segment(addrs[live]):
             segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
-            if self._config.durability == "sync":
-                segment.sync()
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
         deleted = int(live.sum())
         self.counters.add(blocks_deleted=deleted)
         return deleted
@@ -733,7 +742,70 @@ class LocalStore:
             namespace_count=len(self._catalog.namespaces),
             durability=self._config.durability,
             clock_ahead_s=self._clock.ahead_s(),
+            invariants=self._invariants,
         )
+
+    def scrub(self, cursor: str = "", max_bytes: int = 0) -> Iterator[ScrubStep]:
+        """Read every block that is still offered, from `cursor` on, and take damaged ones out of the offer; see `scrub.py`.
+
+        Each step of the iterator does I/O for about 1 MiB or one block; whoever iterates sets the pace, and may leave at any step.
+        Args: max_bytes: stop after so many payload bytes; 0 for no limit.
+        Raises: InvalidArgumentError: `cursor` was given by no step; at once, not when iterated.
+        """
+        digests: dict[int, bytes] = {n.namespace_id: digest for digest, n in self._catalog.namespaces.items()}
+        scrubber = Scrubber(
+            self._segments,
+            Alive(
+                unexpired=lambda uses: self._rules.ttls.live(uses, self._clock.now_s()),
+                known=lambda namespace_ids: np.isin(namespace_ids, self._rules.live_ids),
+            ),
+            live_bytes=lambda segment: self._census.total([segment]).bytes,
+            condemn=lambda segment, slots: self._on_writer(lambda: self._condemn(segment, slots)),
+            digest=lambda namespace_id: digests.get(namespace_id, b""),
+        )
+        return scrubber.steps(parse_cursor(cursor), max_bytes)
+
+    def _condemn(self, segment: Segment, slots: Sequence[int]) -> set[int]:
+        """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
+        if segment.state == fmt.STATE_RETIRED:
+            return set()
+        offered = [slot for slot in slots if not segment.uses[slot, 0]]
+        segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
+        self.counters.add(blocks_corrupt=len(offered))
+        return set(offered)
+
+    def invariants(self) -> InvariantReport:
+        """Check the store against itself, and remember the result for `status`; see `invariants.py`.
+
+        Takes many short turns on the writer thread: puts go on in between. Raises: StorageError: the store is closed.
+        """
+        for _ in self.invariant_steps():
+            pass
+        assert self._invariants is not None, "a check left no report"
+        return self._invariants
+
+    def invariant_steps(self) -> Iterator[float]:
+        """The same in steps for a caller that may have to leave; yields the share that is done, and remembers the result last."""
+        check = InvariantCheck(
+            self._data_dir.path,
+            self._segments,
+            self._index,
+            self._clock,
+            self._census,
+            live=self._live_mask,
+            used_bytes=self._reclaimer.used_bytes,
+            segment_ids_end=lambda: self._segment_ids_end,
+            on_writer=self._on_writer,
+        )
+        yield from check.steps()
+        self._invariants = check.report()
+        for sentence in self._invariants.violations:
+            _log.error("invariant violated: %s", sentence)
+
+    @property
+    def last_invariants(self) -> InvariantReport | None:
+        """What the last check since the start has found."""
+        return self._invariants
 
     def evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
         """Evict the blocks selected, or only count them. They are misses at once and after a restart.
@@ -759,9 +831,9 @@ class LocalStore:
         for segment, slots in chosen:
             if len(slots):
                 segment.flag(slots, fmt.FLAG_EVICTED)
-                if self._config.durability == "sync":
-                    segment.sync()
                 self.counters.add(**{counter: len(slots)})
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
 
     def _select(self, selection: EvictSelection) -> Choice:
         """Slots to evict by segment."""
@@ -854,13 +926,12 @@ class LocalStore:
             self._reserve_segment_ids()
         segment_id = SegmentId(self._next_segment_id)
         self._next_segment_id += 1
-        durable = self._config.durability == "sync"
-        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s(), durable=durable)
+        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s())
 
     def _reserve_segment_ids(self) -> None:
         with self._catalog_lock:
             catalog, first = self._catalog.with_segment_run()
-            catalog.save(self._data_dir.path)
+            catalog.save(self._data_dir.path, self._device)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
 

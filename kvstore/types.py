@@ -158,6 +158,27 @@ class BlockInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class InvariantReport:
+    """What a check of the store against itself has looked at, and what does not agree; see `invariants.py`."""
+
+    time_s: float  # when it ended, seconds since the epoch
+    segments: int
+    slots: int  # of those segments' tables
+    live_blocks: int  # of these, offered: each was looked up in the index
+    index_entries: int  # each was looked up in the tables
+    stale_entries: int  # of these, entries that name a segment that is gone: a miss, and harmless
+    accounted_bytes: int  # what the store thinks that its directory takes
+    allocated_bytes: int  # what it does take
+    violation_count: int
+    violations: Sequence[str]  # sentences, the first 100 of them
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.violation_count
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStatus:
     """What a store is and holds."""
 
@@ -174,3 +195,4 @@ class StoreStatus:
     clock_ahead_s: (
         float  # of the store's time before the wall clock; negative while a jump of the clock is not believed yet
     )
+    invariants: InvariantReport | None  # of the last check since the start

@@ -14,6 +14,7 @@ from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_evict import evict
 from kvstore.cli.admin_status import status
 from kvstore.cli.admin_values import check_address, parse_duration
+from kvstore.cli.admin_verify import verify
 from kvstore.cli.output import OutputFormat, Result, emit, print_error, whole_output
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ app.add_typer(admin_namespace.app, name="namespace")
 app.add_typer(admin_ttl.app, name="ttl")
 app.command("evict")(evict)
 app.add_typer(admin_block.app, name="block")
+app.command("verify")(verify)
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,7 +84,8 @@ def global_options(
     timeout: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="How long to wait for the answer; 10s unless said, 10m for evict and drop."
+            metavar="DURATION",
+            help="How long to wait for the answer; 10s unless said, 10m for evict and drop, no limit for verify.",
         ),
     ] = None,
     version: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from kvstore.cli.admin_values import format_duration
 from kvstore_api.v1 import admin_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import typer
     from google.protobuf.message import Message
 
@@ -28,6 +31,9 @@ CHANGE_TIMEOUT_S = 600
 # A proxy that was set up for the web has no business between an operator and the store.
 _CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0),)
 
+# A call that goes on for hours has no deadline: pings tell that the server has vanished.
+_STREAM_OPTIONS = (*_CHANNEL_OPTIONS, ("grpc.keepalive_time_ms", 30_000), ("grpc.keepalive_timeout_ms", 20_000))
+
 _EXIT_CODES = {
     "NAMESPACE_NOT_FOUND": ExitCode.NOT_FOUND,
     "UNKNOWN_TRAFFIC_CLASS": ExitCode.NOT_FOUND,
@@ -39,6 +45,7 @@ _EXIT_CODES = {
     "DEADLINE_EXCEEDED": ExitCode.UNAVAILABLE,
     "DATA_DIR_CORRUPT": ExitCode.CORRUPTION,
     "DATA_LOSS": ExitCode.CORRUPTION,
+    "INTERRUPTED": ExitCode.INTERRUPTED,
 }
 _FIXES = {
     "NAMESPACE_NOT_FOUND": "`kvstore-admin namespace list` shows the namespaces there are",
@@ -86,6 +93,24 @@ def call(session: Session, method: str, request: Message, default_timeout_s: int
             raise command_error(error, session.server, timeout_s) from None
 
 
+@contextmanager
+def stream(session: Session, method: str, request: Message) -> Iterator[Any]:
+    """Ask the server for a stream of answers; gives the call, which is iterated and may be cancelled.
+
+    It has no deadline unless --timeout gives one. Raises: CommandError: as `call`, but not for a call that was cancelled here.
+    """
+    with grpc.insecure_channel(session.server, options=_STREAM_OPTIONS) as channel:
+        stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
+        answers = getattr(stub, method)(request, timeout=session.timeout_s)
+        try:
+            yield answers
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.CANCELLED:
+                raise command_error(error, session.server, session.timeout_s or 0) from None
+        finally:
+            answers.cancel()
+
+
 def command_error(error: grpc.RpcError, server: str, timeout_s: int) -> CommandError:
     """What a failed call means for the command: by the server's reason, else by the gRPC status."""
     code = error.code()
@@ -100,9 +125,14 @@ def command_error(error: grpc.RpcError, server: str, timeout_s: int) -> CommandE
     return CommandError(
         message,
         reason=reason,
-        exit_code=_EXIT_CODES.get(reason, ExitCode.ERROR),
+        exit_code=exit_code(reason),
         fix=_FIXES.get(reason, _OTHER_FIX),
     )
+
+
+def exit_code(reason: str) -> ExitCode:
+    """What a command ends with for a reason."""
+    return _EXIT_CODES.get(reason, ExitCode.ERROR)
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -1,4 +1,4 @@
-"""What a command of kvstore-admin can end with."""
+"""What a command of kvstore-admin, or `kvstore-server fsck`, can end with."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     NOT_FOUND = 4
     UNAVAILABLE = 5
+    OTHER_FORMAT = 6  # fsck only
     CORRUPTION = 9
     INTERRUPTED = 130
     BROKEN_PIPE = 141

@@ -11,6 +11,7 @@ from kvstore.cli.admin_client import call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_ttl import ClassUsage, class_listing, class_usage
 from kvstore.cli.admin_values import format_amount, format_bytes
+from kvstore.cli.admin_verify import Invariants, invariants_of, invariants_text
 from kvstore.cli.output import Cell, Facts, Listing, Result, Section, format_time, time_of
 from kvstore_api.v1 import admin_pb2
 
@@ -45,6 +46,7 @@ class Status(Result):
     segment_count: int
     namespace_count: int
     hit_rate: float
+    invariants: Invariants | None  # the last check of the store against itself; None: never
     classes: Sequence[ClassUsage]
     counters: Mapping[str, int]
 
@@ -65,6 +67,7 @@ class Status(Result):
                 ("live", format_amount(self.live.blocks, self.live.bytes)),
                 ("segments", self.segment_count),
                 ("namespaces", self.namespace_count),
+                ("store against itself", invariants_text(self.invariants, never="never checked; verify does it")),
                 ("hit rate", f"{self.hit_rate:.2%} of {asked:,} tokens asked for" if asked else "nothing asked yet"),
             ]
         )
@@ -116,6 +119,7 @@ def status(
         segment_count=answer.segment_count,
         namespace_count=answer.namespace_count,
         hit_rate=answer.hit_rate,
+        invariants=invariants_of(answer.invariants) if answer.HasField("invariants") else None,
         classes=[class_usage(usage) for usage in answer.classes],
         counters={counter.name: counter.value for counter in answer.counters},
     )

@@ -12,6 +12,11 @@ _DURATION_FIX = "write a whole number and a unit, s, m, h or d, e.g. 90s, 10m, 3
 # What google.protobuf.Duration can carry; the server's own limits are much tighter and it names them.
 _MAX_DURATION_S = 315_576_000_000
 
+_BYTES_PER_UNIT = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})\s?([KMGT]iB|B|)", re.ASCII | re.IGNORECASE)
+_SIZE_FIX = "write a whole number and a unit, B, KiB, MiB, GiB or TiB, e.g. 100MiB; 0 for no limit"
+_MAX_SIZE_BYTES = 1 << 62
+
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)(%?)", re.ASCII)
 _SHARE_FIX = "write a number from 0 to 1 or a percentage from 0% to 100%, e.g. 0.5 or 50%"
 
@@ -46,6 +51,18 @@ def format_duration(seconds: int) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"
+
+
+def parse_size(text: str, name: str) -> int:
+    """Bytes of a size such as 100MiB, or 0.
+
+    Raises: CommandError: `text` is no size, or is longer than a request can carry; says `name`.
+    """
+    match = _SIZE.fullmatch(text)
+    size = int(match[1]) * _BYTES_PER_UNIT[match[2].upper()] if match else -1
+    if not 0 <= size <= _MAX_SIZE_BYTES:
+        raise usage_error(f"{name} {text!r} is no size", _SIZE_FIX)
+    return size
 
 
 def parse_share(text: str, name: str) -> float:

@@ -14,7 +14,8 @@ import typer
 
 from kvstore.allocator import keep_freed_buffers
 from kvstore.cli.admin_errors import CommandError
-from kvstore.cli.output import print_error, printable, whole_output
+from kvstore.cli.output import OutputFormat, print_error, printable, whole_output
+from kvstore.cli.server_fsck import check_directory
 from kvstore.clock import SystemClock
 from kvstore.config import Key, LoadedConfig, Setting, load_config
 from kvstore.errors import KvStoreError
@@ -129,6 +130,41 @@ def show(
             print(json.dumps(rows, indent=2))
         else:
             _print_table(loaded)
+
+
+@app.command("fsck")
+def fsck(
+    context: typer.Context,
+    data_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Data directory to check. Default: as the server's.")
+    ] = None,
+    output: Annotated[
+        OutputFormat, typer.Option("--output", "-o", help="Table for people, JSON for scripts.")
+    ] = OutputFormat.TABLE,
+) -> None:
+    """Check a data directory that no server runs on, and say what the next start does about each thing that is wrong.
+
+    Catalog, segment headers, rows, payload checksums, and the index against the rows both ways. Blocks that have expired, were
+    deleted or dropped are not read. Nothing is changed. Progress goes to stderr, the result to stdout.
+
+    \b
+    Exit codes:
+        0  clean
+        1  error: the directory cannot be read
+        2  wrong usage
+        4  not a data directory of kvstore
+        5  a server runs on it; it is named
+        6  written in another format version
+        9  damage found
+
+    Example: kvstore-server fsck --data-dir /data/kvstore
+    """
+    if data_dir is None:
+        file, settings = context.obj
+        directory = _load(file, settings).config.server.data_dir
+    else:
+        directory = Path(data_dir)
+    check_directory(directory, SystemClock(), output)
 
 
 def _print_table(loaded: LoadedConfig) -> None:

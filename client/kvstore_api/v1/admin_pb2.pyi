@@ -40,7 +40,7 @@ class Counter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "store_id", "start_time", "data_dir", "capacity_bytes", "used_bytes", "retiring_bytes", "live", "segment_count", "classes", "namespace_count", "counters", "hit_rate", "durability")
+    __slots__ = ("version", "store_id", "start_time", "data_dir", "capacity_bytes", "used_bytes", "retiring_bytes", "live", "segment_count", "classes", "namespace_count", "counters", "hit_rate", "durability", "invariants")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    INVARIANTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     store_id: str
     start_time: _timestamp_pb2.Timestamp
@@ -69,7 +70,32 @@ class GetStatusResponse(_message.Message):
     counters: _containers.RepeatedCompositeFieldContainer[Counter]
     hit_rate: float
     durability: str
-    def __init__(self, version: _Optional[str] = ..., store_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., data_dir: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., segment_count: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassUsage, _Mapping]]] = ..., namespace_count: _Optional[int] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., hit_rate: _Optional[float] = ..., durability: _Optional[str] = ...) -> None: ...
+    invariants: InvariantReport
+    def __init__(self, version: _Optional[str] = ..., store_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., data_dir: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., segment_count: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassUsage, _Mapping]]] = ..., namespace_count: _Optional[int] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., hit_rate: _Optional[float] = ..., durability: _Optional[str] = ..., invariants: _Optional[_Union[InvariantReport, _Mapping]] = ...) -> None: ...
+
+class InvariantReport(_message.Message):
+    __slots__ = ("time", "segments", "slots", "live_blocks", "index_entries", "stale_entries", "accounted_bytes", "allocated_bytes", "violation_count", "violations")
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    INDEX_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    STALE_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VIOLATION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    time: _timestamp_pb2.Timestamp
+    segments: int
+    slots: int
+    live_blocks: int
+    index_entries: int
+    stale_entries: int
+    accounted_bytes: int
+    allocated_bytes: int
+    violation_count: int
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., segments: _Optional[int] = ..., slots: _Optional[int] = ..., live_blocks: _Optional[int] = ..., index_entries: _Optional[int] = ..., stale_entries: _Optional[int] = ..., accounted_bytes: _Optional[int] = ..., allocated_bytes: _Optional[int] = ..., violation_count: _Optional[int] = ..., violations: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("page_token",)
@@ -208,3 +234,61 @@ class FindBlocksResponse(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
     def __init__(self, blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("cursor", "bytes_per_second", "max_bytes")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    bytes_per_second: int
+    max_bytes: int
+    def __init__(self, cursor: _Optional[str] = ..., bytes_per_second: _Optional[int] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class DamagedBlock(_message.Message):
+    __slots__ = ("namespace", "prefix_hash", "segment_id", "slot", "reason")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HASH_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    prefix_hash: bytes
+    segment_id: int
+    slot: int
+    reason: str
+    def __init__(self, namespace: _Optional[bytes] = ..., prefix_hash: _Optional[bytes] = ..., segment_id: _Optional[int] = ..., slot: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class UnreadableSegment(_message.Message):
+    __slots__ = ("segment_id", "detail")
+    SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    segment_id: int
+    detail: str
+    def __init__(self, segment_id: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("cursor", "segments_done", "segments_total", "bytes_done", "bytes_total", "blocks_checked", "damaged", "unreadable", "finished", "invariants_done", "invariants")
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DONE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    UNREADABLE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    INVARIANTS_DONE_FIELD_NUMBER: _ClassVar[int]
+    INVARIANTS_FIELD_NUMBER: _ClassVar[int]
+    cursor: str
+    segments_done: int
+    segments_total: int
+    bytes_done: int
+    bytes_total: int
+    blocks_checked: int
+    damaged: _containers.RepeatedCompositeFieldContainer[DamagedBlock]
+    unreadable: _containers.RepeatedCompositeFieldContainer[UnreadableSegment]
+    finished: bool
+    invariants_done: float
+    invariants: InvariantReport
+    def __init__(self, cursor: _Optional[str] = ..., segments_done: _Optional[int] = ..., segments_total: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ..., blocks_checked: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., unreadable: _Optional[_Iterable[_Union[UnreadableSegment, _Mapping]]] = ..., finished: bool = ..., invariants_done: _Optional[float] = ..., invariants: _Optional[_Union[InvariantReport, _Mapping]] = ...) -> None: ...

@@ -75,6 +75,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.FindBlocksRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.FindBlocksResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/kvstore.v1.Admin/Verify',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -137,6 +142,14 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Reads every block that is still offered and takes damaged ones out of the offer, then checks the store against itself.
+        One at a time; a second one is refused as OVERLOADED. Puts, gets and matches go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +192,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FindBlocks,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.FindBlocksRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.FindBlocksResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.VerifyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -398,6 +416,33 @@ class Admin(object):
             '/kvstore.v1.Admin/FindBlocks',
             kvstore_dot_v1_dot_admin__pb2.FindBlocksRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.FindBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvstore.v1.Admin/Verify',
+            kvstore_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.VerifyResponse.FromString,
             options,
             channel_credentials,
             insecure,
