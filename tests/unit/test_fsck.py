@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 import zlib
 from pathlib import Path
@@ -349,6 +351,23 @@ class TestIndex:
         report = check(path, clock)
         assert [kind for kind, _ in kinds(report)] == ["INDEX_DAMAGED"]
         assert report.blocks_checked == BLOCKS
+
+    def test_an_index_whose_pages_lead_nowhere_is_told_and_no_signal(self, filled):
+        """In a process of its own: reading such pages ends in a signal, which only the walk in a child of that process survives."""
+        path, _, _ = filled
+        data = path / "index" / "data.mdb"
+        content = bytearray(data.read_bytes())
+        for page in range(2, len(content) // 4096):
+            # The page's header stays as it is; where its entries begin points far behind the file's end.
+            content[page * 4096 + 16 : (page + 1) * 4096] = b"\xff" * 4080
+        data.write_bytes(content)
+        (path / "index" / "data.mdb.xxh3").write_bytes(_file_checksum(data))
+        command = [sys.executable, "-m", "kvstore.cli.server", "fsck", "--data-dir", str(path), "-o", "json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 9, done.stderr
+        (finding,) = json.loads(done.stdout)["findings"]
+        assert finding["kind"] == "INDEX_DAMAGED"
+        assert "signal" in finding["detail"]
 
     def test_an_index_marked_as_damaged(self, filled, clock):
         path, _, _ = filled

@@ -370,6 +370,19 @@ class TestIndex:
         set_entry(store, b"\0\0\0\2" + b"\xff" * 40, 1 << 30)  # the last key
         assert "never was" in violations(store)
 
+    @pytest.mark.parametrize(("key", "value"), [(b"\0" * 44, b"abc"), (b"\0" * 43, bytes(8))])
+    def test_an_entry_that_is_none(self, store, chain, tmp_path, key, value):
+        with store._index._env.begin(write=True, db=store._index._blocks) as txn:
+            txn.put(key, value)
+        assert "index: cannot be walked behind key (none)" in violations(store)
+        assert (tmp_path / "index" / "damaged").exists()  # the next start rebuilds it
+
+    def test_an_entry_of_a_live_block_that_is_none(self, store, chain):
+        segment = sealed(store)
+        with store._index._env.begin(write=True, db=store._index._blocks) as txn:
+            txn.put(key_of(segment, 3), b"abc")
+        assert f"segment {segment.segment_id}: its blocks cannot be looked up" in violations(store)
+
     def test_a_great_many_violations_are_counted_and_the_first_told(self, store, namespace, chain):
         put(store, namespace, chain_of(namespace, 2, 80))
         with store._index._env.begin(write=True, db=store._index._blocks) as txn:
