@@ -142,7 +142,7 @@ class BlockIndex:
         # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
         with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
-            txn.put(_META_BOOT, _boot_id())
+            txn.put(_META_BOOT, boot_id())
         self._env.sync(True)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ def _owned_state(state: IndexState, store: bytes | None, boot: bytes | None, sto
     """Whether what the file says of its owner lets it be used."""
     if store != store_id:
         return IndexState(False, False, "it belongs to another store")
-    if not state.clean and boot != _boot_id():
+    if not state.clean and boot != boot_id():
         return IndexState(False, False, MACHINE_STOPPED)
     return state
 
@@ -416,7 +416,7 @@ def _file_checksum(path: Path) -> bytes:
     return state.hexdigest().encode()
 
 
-def _boot_id() -> bytes:
+def boot_id() -> bytes:
     """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
     try:
         return _BOOT_ID_FILE.read_bytes().strip()

@@ -115,10 +115,11 @@ class StateObject:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Live blocks (state objects included) and their bytes, without padding and tables."""
+    """Live blocks (state objects included) and their bytes, without padding and tables; and what they take with padding."""
 
     blocks: int = 0
     bytes: int = 0
+    taken_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +193,6 @@ class StoreStatus:
     namespace_count: int
     durability: str
     invariants: InvariantReport | None  # of the last check since the start
+    clock_ahead_s: (
+        float  # of the store's time before the wall clock; negative while a jump of the clock is not believed yet
+    )

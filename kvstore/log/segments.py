@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
-_DAMAGED_SUFFIX = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 
 
 class SegmentSet:
@@ -33,25 +33,42 @@ class SegmentSet:
         self._segments: dict[SegmentId, Segment] = {}
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
+        self._used_bytes = 0  # of all in _allocated
+        self._damaged: list[Path] = []  # files set aside; writer thread only, once it runs
         self._damaged_bytes = 0
 
-    def open_all(self) -> None:
+    def open_all(self, *, trust_seals: bool) -> None:
         """Open every file there is. A damaged one is set aside under another name, loudly.
 
+        Args: trust_seals: see `Segment.open`.
         Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: one cannot be opened now,
             which says nothing about what is in it.
         """
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
         for path in paths:
             try:
-                self._add(Segment.open(path, self._device, self._store_id))
+                self._add(Segment.open(path, self._device, self._store_id, trust_seal=trust_seals))
             except CorruptDataDirError as error:
-                aside = path.with_suffix(path.suffix + _DAMAGED_SUFFIX)
+                aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
                 path.rename(aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
-        self._damaged_bytes = sum(
-            path.stat().st_blocks * 512 for path in self._directory.iterdir() if path.suffix == _DAMAGED_SUFFIX
-        )
+        self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
+        self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in self._damaged)
+
+    def drop_damaged(self) -> bool:
+        """Remove the files that were set aside, which nobody may need as much as room; False if there was none to remove."""
+        dropped = False
+        for path in self._damaged:
+            try:
+                self._device.unlink(path)
+                dropped = True
+                _log.warning("segment file %s, set aside as damaged, was removed to make room", path.name)
+            except OSError as error:
+                _log.warning("segment file %s cannot be removed and keeps its space: %s", path.name, error)
+        self._damaged = []
+        if dropped:
+            self._damaged_bytes = 0
+        return dropped
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float, *, durable: bool) -> Segment:
         """Make a new segment. Raises: OSError."""
@@ -69,6 +86,7 @@ class SegmentSet:
         with self._lock:
             self._segments[segment.segment_id] = segment
             self._allocated[segment.segment_id] = allocated
+            self._used_bytes += allocated
 
     def get(self, segment_id: int) -> Segment | None:
         """The segment, unless it is reclaimed."""
@@ -83,6 +101,7 @@ class SegmentSet:
         """Count a segment's new size."""
         allocated = segment.allocated_bytes()
         with self._lock:
+            self._used_bytes += allocated - self._allocated[segment.segment_id]
             self._allocated[segment.segment_id] = allocated
 
     def retire(self, segment: Segment) -> None:
@@ -102,7 +121,9 @@ class SegmentSet:
                 continue
             with self._lock:
                 del self._segments[segment.segment_id]
-                freed += self._allocated.pop(segment.segment_id)
+                allocated = self._allocated.pop(segment.segment_id)
+                self._used_bytes -= allocated
+            freed += allocated
         self._retiring = kept
         return freed
 
@@ -119,7 +140,7 @@ class SegmentSet:
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""
         with self._lock:
-            return sum(self._allocated.values()) + self._damaged_bytes
+            return self._used_bytes + self._damaged_bytes
 
     def accounted(self) -> dict[SegmentId, int]:
         """What is counted for each segment file."""
@@ -137,4 +158,5 @@ class SegmentSet:
         with self._lock:
             self._segments.clear()
             self._allocated.clear()
+            self._used_bytes = 0
         self._retiring.clear()

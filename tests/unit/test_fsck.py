@@ -86,7 +86,7 @@ def look_at(path: Path, number: int = 1) -> Segment:
     """One of the segments, to find places in it."""
     catalog = json.loads(json.loads((path / "catalog.json").read_text())["catalog"])
     file = sorted((path / "segments").iterdir())[number]
-    return Segment.open(file, ReadOnlyDevice(), bytes.fromhex(catalog["store_id"]))
+    return Segment.open(file, ReadOnlyDevice(), bytes.fromhex(catalog["store_id"]), trust_seal=False)
 
 
 def write_at(path: Path, offset: int, data: bytes) -> None:
@@ -185,6 +185,33 @@ class TestBlocks:
         assert int(last["offset_bytes"]) + 4096 == len(data)
         segment.path.write_bytes(data[: int(last["offset_bytes"]) + BLOCK_BYTES - 1])
         assert kinds(check(path, clock)) == [("TRUNCATED", size - 1)]
+
+    @pytest.mark.parametrize("column", [fmt.USE_NAMESPACE, fmt.USE_LENGTH])
+    def test_a_use_row_that_does_not_repeat_its_row(self, filled, clock, column):
+        path, namespace, chain = filled
+        segment = look_at(path)
+        write_at(segment.path, segment.layout.use_offset(3) + 4 * column, b"\x63\0\0\0")
+        report = check(path, clock)
+        assert kinds(report) == [("USE_ROW_WRONG", 3)]
+        assert report.findings[0].next_start == "serves it, but counts it wrongly"
+        assert report.blocks_checked == BLOCKS
+        store = reopened(path, clock)
+        assert get(store, namespace, chain)[1] == {}
+        assert not store.invariants().ok
+        store.close()
+
+    @pytest.mark.parametrize(("slots", "missed"), [(12, 1), (13, 0)])
+    def test_a_seal_that_says_less_than_there_is(self, filled, clock, slots, missed):
+        path, _, _ = filled
+        segment = look_at(path)
+        assert segment.slot_count == 13
+        write_at(segment.path, fmt.SEAL_OFFSET, fmt.encode_seal(segment.segment_id, slots, segment.end_bytes))
+        report = check(path, clock)
+        assert [kind for kind, _ in kinds(report)] == ["SEAL_WRONG"] * missed
+        store = reopened(path, clock)
+        assert store.status().live.blocks == BLOCKS - missed
+        assert store.invariants().ok == (not missed)
+        store.close()
 
     def test_damage_that_nobody_will_get_is_none(self, tmp_path, clock):
         classes = {"long": TrafficClassConfig(ttl_s=1000), "short": TrafficClassConfig(ttl_s=10)}
