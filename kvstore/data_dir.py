@@ -113,7 +113,7 @@ def held_still(path: Path) -> Iterator[None]:
 
 def leftovers(path: Path) -> list[Path]:
     """Files in a data directory that the store does not use: what was set aside, half-written or put there by others."""
-    known = {CATALOG_FILE, LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+    known = {CATALOG_FILE, LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
     found = [entry for entry in path.iterdir() if entry.name not in known]
     for directory, is_known in ((SEGMENTS_DIR, _is_segment), (INDEX_DIR, _is_index_file)):
         if (path / directory).is_dir():

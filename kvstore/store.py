@@ -769,7 +769,7 @@ class LocalStore:
         """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
         if segment.state == fmt.STATE_RETIRED:
             return set()
-        offered = [slot for slot in slots if not segment.uses[slot, 0]]
+        offered = [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
         segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
         self.counters.add(blocks_corrupt=len(offered))
         return set(offered)
@@ -790,8 +790,8 @@ class LocalStore:
             self._data_dir.path,
             self._segments,
             self._index,
-            self._clock,
             self._census,
+            self._clock,
             live=self._live_mask,
             used_bytes=self._reclaimer.used_bytes,
             segment_ids_end=lambda: self._segment_ids_end,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
-_DAMAGED_SUFFIX = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 
 
 class SegmentSet:
@@ -57,10 +57,10 @@ class SegmentSet:
                     self._device.unlink(path)
                     _log.warning("segment %s was never written before the machine stopped and is removed", path.name)
                     continue
-                aside = path.with_suffix(path.suffix + _DAMAGED_SUFFIX)
+                aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
                 self._device.rename(path, aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
-        self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == _DAMAGED_SUFFIX)
+        self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
         self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in self._damaged)
 
     def drop_damaged(self) -> bool:
