@@ -116,6 +116,7 @@ class Reclaimer:
         self._ticks += 1
         if self._ticks % _TICKS_PER_SWEEP == 0:
             self.sweep(writer)
+            self._index.clear_dead_readers()
 
     def sweep(self, writer: LogWriter) -> None:
         """Give back dead space. Walks all use tables, so it is not for every tick."""

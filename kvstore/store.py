@@ -77,6 +77,9 @@ if TYPE_CHECKING:
     from kvstore_api.chain import Chain
     from kvstore_api.namespace import NamespaceSpec
 
+    # A segment, positions among the addresses that were asked for, and the slots these name.
+    _Place = tuple[Segment, slice | NDArray[np.intp], slice | NDArray[np.intp]]
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ _SEGMENTS_PER_CAPACITY = 16  # reclaim works by segments, so there have to be so
 _HEX_PREFIX_MIN = 8
 _LEASE_RETRIES = 3
 _MOVE_RETRIES = 3
+_RUNS_MAX = 64  # of neighbouring slots, beyond which they are not looked at one by one
 
 
 class LocalStore:
@@ -322,15 +326,16 @@ class LocalStore:
             )
             hit = plan.hit_tokens // namespace.spec.block_tokens
             addrs = addrs[:hit]
-            if self._lease(addrs, deadline_s):
+            places = self._places(addrs)
+            if sum(_count(where) for _, where, _ in places) == hit and self._lease(places, deadline_s):
                 break
             # A segment was reclaimed meanwhile; what was worth keeping has a new place now.
         else:
-            addrs, hit, plan = addrs[:0], 0, resume_plan(namespace.spec, 0, lambda blocks, name: False)
+            addrs, places, hit, plan = addrs[:0], [], 0, resume_plan(namespace.spec, 0, lambda blocks, name: False)
         if not peek:
             self._count_match(namespace, len(chain), hit)
             if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
-                self._touch(addrs, record.class_id, int(now_s))
+                self._touch(places, record.class_id, int(now_s))
         lease = self._mint.make(namespace.namespace_id, chain.data, addrs, deadline_s) if hit else b""
         return Match(hit, lease, deadline_s, plan)
 
@@ -371,37 +376,48 @@ class LocalStore:
             return {}
 
     def _live_addrs(self, addrs: NDArray[np.void], now_s: float) -> NDArray[np.bool_]:
-        live = np.zeros(len(addrs), dtype=bool)
-        for segment, where in self._by_segment(addrs):
-            slots = addrs["slot"][where]
-            if segment.state != fmt.STATE_RETIRED and (slots < segment.header.row_capacity).all():
-                live[where] = self._ttls.live(segment.uses[slots], now_s)
-        return live
+        uses = np.zeros((len(addrs), fmt.USE_COLUMNS), dtype=np.uint32)  # a row of zeros is not alive
+        for segment, where, slots in self._places(addrs):
+            last = slots.stop - 1 if isinstance(slots, slice) else int(slots.max())
+            if segment.state != fmt.STATE_RETIRED and last < segment.header.row_capacity:
+                uses[where] = segment.uses[slots]
+        return self._ttls.live(uses, now_s)
 
-    def _by_segment(self, addrs: NDArray[np.void]) -> Iterator[tuple[Segment, NDArray[np.intp] | slice]]:
-        """Each segment that some of the addresses are in, with their positions: an index for arrays of that length."""
-        ids = addrs["segment_id"]
-        if len(ids) and (ids == ids[0]).all():  # the usual case, and much cheaper than telling several apart
-            segment = self._segments.get(int(ids[0]))
-            if segment is not None:
-                yield segment, slice(0, len(ids))
-            return
+    def _places(self, addrs: NDArray[np.void]) -> list[_Place]:
+        """Where the addresses lead: a segment, positions among the addresses, and the slots of the segment that those name.
+
+        As runs of neighbouring slots, which are read as fast as memory goes, several times as fast as slots named one by one;
+        only where there are many short ones, a segment's slots together.
+        """
+        ids, slots = addrs["segment_id"], addrs["slot"].astype(np.intp)
+        breaks = (np.flatnonzero((ids[1:] != ids[:-1]) | (slots[1:] != slots[:-1] + 1)) + 1).tolist()
+        if not len(ids):
+            return []
+        found: list[_Place] = []
+        if len(breaks) < _RUNS_MAX:
+            for start, end in zip([0, *breaks], [*breaks, len(ids)], strict=True):
+                segment = self._segments.get(int(ids[start]))
+                if segment is not None:
+                    first = int(slots[start])
+                    found.append((segment, slice(start, end), slice(first, first + end - start)))
+            return found
         for segment_id in np.unique(ids).tolist():
             segment = self._segments.get(segment_id)
             if segment is not None:
-                yield segment, np.flatnonzero(ids == segment_id)
+                where = np.flatnonzero(ids == segment_id)
+                found.append((segment, where, slots[where]))
+        return found
 
-    def _lease(self, addrs: NDArray[np.void], deadline_s: float) -> bool:
+    def _lease(self, places: Sequence[_Place], deadline_s: float) -> bool:
         """Note the lease in the segments; False if one is retired, in which case the note may have come too late."""
-        leased = 0
-        for segment, where in self._by_segment(addrs):
+        segments = {segment.segment_id: segment for segment, _, _ in places}.values()
+        for segment in segments:
             segment.extend_lease(math.ceil(deadline_s))
-            leased += len(addrs["slot"][where]) if segment.state != fmt.STATE_RETIRED else 0
-        return leased == len(addrs)
+        return all(segment.state != fmt.STATE_RETIRED for segment in segments)
 
-    def _touch(self, addrs: NDArray[np.void], class_id: ClassId, now_s: int) -> None:
-        for segment, where in self._by_segment(addrs):
-            segment.touch(addrs["slot"][where], class_id, now_s)
+    def _touch(self, places: Sequence[_Place], class_id: ClassId, now_s: int) -> None:
+        for segment, _, slots in places:
+            segment.touch(slots, class_id, now_s)
 
     def read(
         self,
@@ -449,8 +465,8 @@ class LocalStore:
             return None
         addrs = leased[first_block : first_block + block_count]
         there = 0
-        for segment, where in self._by_segment(addrs):
-            there += int(((segment.uses[addrs["slot"][where], 0] & fmt.FLAG_DELETED) == 0).sum())
+        for segment, _, slots in self._places(addrs):
+            there += int(((segment.uses[slots, 0] & fmt.FLAG_DELETED) == 0).sum())
         return (addrs, np.ones(block_count, dtype=bool)) if there == block_count else None
 
     def _look_up(
@@ -503,7 +519,9 @@ class LocalStore:
         segment = self._segments.get(int(parent[0]["segment_id"]))
         if not live[0] or segment is None or segment.uses[int(parent[0]["slot"]), record.class_id] >= now_s:
             return  # just touched, as it is when a put comes in several parts
-        self._touch(self._live_run(namespace, chain.first(first_block).data, now_s), record.class_id, now_s)
+        self._touch(
+            self._places(self._live_run(namespace, chain.first(first_block).data, now_s)), record.class_id, now_s
+        )
 
     def _new_entry(
         self, namespace: Namespace, record: ClassRecord, chain: Chain, block: PutBlock, key: bytes
@@ -560,8 +578,8 @@ class LocalStore:
     def _delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
         """On the writer thread: a block that is just being moved would take no flag along."""
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
-        for segment, where in self._by_segment(addrs[live]):
-            segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
+        for segment, _, slots in self._places(addrs[live]):
+            segment.flag(slots, fmt.FLAG_DELETED)
         if self._config.durability == "sync":
             self._segments.sync_flags()
         deleted = int(live.sum())
@@ -885,6 +903,10 @@ def _row_capacity(config: StoreConfig) -> int:
 
 def _namespace_ids(catalog: Catalog) -> NDArray[np.uint32]:
     return np.array([n.namespace_id for n in catalog.namespaces.values()], dtype=np.uint32)
+
+
+def _count(where: slice | NDArray[np.intp]) -> int:
+    return where.stop - where.start if isinstance(where, slice) else len(where)
 
 
 def _as_array(addrs: Sequence[BlockAddr]) -> NDArray[np.void]:

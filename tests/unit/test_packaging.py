@@ -24,7 +24,7 @@ ALLOWED = {
     "kvstore_client": {"kvstore_api"},
     "kvstore_engine": {"kvstore_api", "kvstore_client"},
     "kvstore": {"kvstore_api"},
-    "kvstore_bench": {"kvstore_api", "kvstore_client", "kvstore_engine"},
+    "kvstore_bench": {"kvstore_api", "kvstore_client", "kvstore_engine", "kvstore"},
 }
 
 
