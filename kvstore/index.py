@@ -115,6 +115,10 @@ class BlockIndex:
                 store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
             self._mark_in_use()
         except (lmdb.Error, StorageError) as error:
+            if "already open" in str(error):
+                raise StorageError(
+                    f"index: {error}"
+                ) from error  # nothing is wrong with it: whoever has it open needs it
             return IndexState(False, False, f"it is damaged: {error}")
         state = _owned_state(state, store, boot, self._store_id, self._device)
         if not state.usable:
@@ -176,6 +180,14 @@ class BlockIndex:
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
         return sum(path.stat().st_blocks * 512 for path in self._directory.iterdir())
+
+    def clear_dead_readers(self) -> None:
+        """Forget readers whose processes died while they read; what they saw would be kept for them, and the file grow.
+
+        Raises: StorageError.
+        """
+        with self._typed_errors():
+            self._env.reader_check()
 
     def leading_run(self, namespace_id: int, hashes: bytes) -> NDArray[np.void]:
         """Addresses (ADDR_DTYPE) of the blocks present from the start of the chain without a gap. Raises: StorageError."""
@@ -364,12 +376,17 @@ def walk(directory: Path, *flags: str) -> str:
 def block_keys(namespace_id: int, hashes: bytes, first_block: int, count: int) -> list[bytes]:
     """Index keys of blocks [first_block, first_block + count) of a chain."""
     rows = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES)
-    blocks = np.arange(first_block, first_block + count)
-    keys = np.zeros((count, KEY_BYTES), dtype=np.uint8)
+    keys = np.empty((count, KEY_BYTES), dtype=np.uint8)
     keys[:, :4] = np.frombuffer(namespace_id.to_bytes(4, "big"), dtype=np.uint8)
-    anchored = blocks >= GROUP_BLOCKS
-    keys[anchored, 4:_POSITION_AT] = rows[blocks[anchored] // GROUP_BLOCKS * GROUP_BLOCKS - 1, :ANCHOR_BYTES]
-    keys[:, _POSITION_AT] = blocks % GROUP_BLOCKS
+    first_group = first_block // GROUP_BLOCKS
+    groups = -(-(first_block + count) // GROUP_BLOCKS) - first_group
+    anchors = np.zeros((groups, ANCHOR_BYTES), dtype=np.uint8)
+    before = rows[max(first_group, 1) * GROUP_BLOCKS - 1 :: GROUP_BLOCKS, :ANCHOR_BYTES]
+    skipped = 0 if first_group else 1  # the first group of a chain has no block before it
+    anchors[skipped:] = before[: groups - skipped]
+    within = first_block % GROUP_BLOCKS
+    keys[:, 4:_POSITION_AT] = np.repeat(anchors, GROUP_BLOCKS, axis=0)[within : within + count]
+    keys[:, _POSITION_AT] = np.arange(first_block, first_block + count) % GROUP_BLOCKS
     keys[:, _POSITION_AT + 1 :] = rows[first_block : first_block + count]
     return split_keys(keys)
 

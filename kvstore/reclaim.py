@@ -125,6 +125,7 @@ class Reclaimer:
         self._ticks += 1
         if self._ticks % _TICKS_PER_COMPACTION == 0:
             self._compact_one(writer)
+            self._index.clear_dead_readers()
 
     def _keep_ahead(self, writer: LogWriter) -> None:
         """From the high mark down to the low one, a few segments a tick."""

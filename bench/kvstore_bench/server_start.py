@@ -31,7 +31,8 @@ class Start:
 
     process: subprocess.Popen[bytes]
     target: str
-    port_s: float  # until health answered anything
+    first_status: int  # what health answered first, as in its proto
+    port_s: float  # until then
     ready_s: float  # until it answered SERVING
 
 
@@ -56,8 +57,9 @@ def started_server(directory: Path, capacity_bytes: int, log_path: Path) -> Iter
                 start_new_session=True,
             )
         watch = _Watch(process, target, log_path, start_s)
-        port_s = watch.until(any_status=True)
-        yield Start(process, target, port_s, watch.until(any_status=False))
+        first_status, port_s = watch.until(any_status=True)
+        _, ready_s = watch.until(any_status=False)
+        yield Start(process, target, first_status, port_s, ready_s)
     finally:
         if process is not None:
             end_process(process)
@@ -70,13 +72,13 @@ class _Watch:
     log_path: Path
     start_s: float
 
-    def until(self, *, any_status: bool) -> float:
-        """Seconds from exec until health answers, or answers SERVING."""
+    def until(self, *, any_status: bool) -> tuple[int, float]:
+        """What health answers, and the seconds from exec until it does, or until it answers SERVING."""
         while True:
             status = self._status()
             now_s = time.perf_counter() - self.start_s
             if status is not None and (any_status or status == health_pb2.HealthCheckResponse.SERVING):
-                return now_s
+                return status, now_s
             if self.process.poll() is not None:
                 raise ProcessError(f"kvstore-server ended with {self.process.returncode}:\n{log_tail(self.log_path)}")
             if now_s > _TIMEOUT_S:

@@ -210,7 +210,7 @@ class Segment:
         self.changes += 1
         return first_slot
 
-    def flag(self, slots: NDArray[np.integer], flags: int) -> None:
+    def flag(self, slots: NDArray[np.integer] | slice, flags: int) -> None:
         """Set flag bits; they are never cleared."""
         with self._bits_lock:
             self.changes += 1
@@ -218,7 +218,7 @@ class Segment:
             self.changes += 1
             self.flags_unsynced = True
 
-    def touch(self, slots: NDArray[np.integer], class_id: int, now_s: int) -> None:
+    def touch(self, slots: NDArray[np.integer] | slice, class_id: int, now_s: int) -> None:
         """Note a use of the slots by a class."""
         column = self._uses[:, class_id]
         column[slots] = np.maximum(column[slots], np.uint32(now_s))

@@ -204,6 +204,63 @@ def filesystem_of(directory: Path) -> str:
     return describe_machine(directory).filesystem
 
 
+POINT = {
+    "blocks",
+    "match1024_hit_us_p50",
+    "match1024_miss_us_p50",
+    "rss_anon_bytes_per_block",
+    "index_bytes_written_per_block",
+    "start_clean_s",
+    "start_kill9_port_s",
+    "start_kill9_ready_s",
+    "reclaim_blocks_per_s",
+}
+
+
+def test_scale_reports_a_point_for_each_number_of_blocks(scratch: Path, tmp_path: Path):
+    file = tmp_path / "scale.json"
+    options = ("--points", "2000,5000", "--seed", "7", "--dir", str(scratch), "--json", str(file))
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvstore_bench.cli", "scale", *options],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    result = json.loads(file.read_text())
+    assert (result["benchmark"], result["seed"]) == ("scale", 7)
+    assert result["commit"]
+    assert {"cpu", "cores", "kernel", "filesystem"} <= result["machine"].keys()
+    assert [point["blocks"] for point in result["points"]] == [2000, 5000]
+    for point in result["points"]:
+        assert point.keys() >= POINT
+        assert 0 < point["match1024_miss_us_p50"] < point["match1024_hit_us_p50"]
+        assert 0 < point["start_kill9_port_s"] <= point["start_kill9_ready_s"]
+        assert point["start_clean_s"] > 0
+        assert point["reclaim_blocks_per_s"] > 0
+        # Every entry has 52 bytes; nothing can be written that is not handed over first.
+        assert 52 < point["index_bytes_per_block"] < 400
+        assert 52 < point["index_bytes_handed_per_block"] < 2000
+    assert "2,000" in ran.stdout
+    assert "5,000" in ran.stdout
+    assert result["commit"] in ran.stdout
+
+
+@pytest.mark.parametrize(("points", "words"), [("100", "1,258 or more"), ("2000,x", "no list of numbers")])
+def test_scale_names_points_that_cannot_be(points: str, words: str):
+    ran = subprocess.run(
+        [sys.executable, "-m", "kvstore_bench.cli", "scale", "--points", points],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert words in ran.stderr
+
+
 def test_percentiles_are_values_that_occurred():
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
     assert [percentile(values, share) for share in (0.0, 0.2, 0.5, 0.99, 1.0)] == [1.0, 1.0, 3.0, 5.0, 5.0]

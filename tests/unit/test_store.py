@@ -90,6 +90,29 @@ def test_every_hit_length_around_groups_and_batches(store, namespace, hit):
     assert store.match(namespace, chain).hit_length_blocks == hit
 
 
+def test_a_chain_scattered_over_slots_is_matched_and_touched_block_by_block(tmp_path):
+    """Two conversations that grow in turn, a block at a time: no two neighbours of a chain have neighbouring slots."""
+    clock = ManualClock()
+    store = open_store(tmp_path, clock, capacity=64 << 20)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 150) for conversation in range(2)]
+    for block in range(150):
+        for chain in chains:
+            put(store, namespace, chain, [block])
+    clock.advance(1000)
+    match = store.match(namespace, chains[0])
+    assert match.hit_length_blocks == 150
+    (segment,) = store._segments.all()
+    assert (segment.uses[:300:2, 1] == clock.now_s()).all()
+    assert (segment.uses[1:300:2, 1] == clock.now_s() - 1000).all()
+    assert segment.lease_until_s >= match.lease_expiry_s
+    assert get(store, namespace, chains[0], lease=match.lease)[1] == {}
+    store.delete(namespace, chains[0], 100, 1)
+    assert store.match(namespace, chains[0]).hit_length_blocks == 100
+    assert store.match(namespace, chains[1]).hit_length_blocks == 150
+    store.close()
+
+
 def test_a_match_of_8192_blocks_is_one_call_whatever_else_is_stored(tmp_path):
     store = open_store(tmp_path, capacity=128 << 20)
     namespace = store.register_namespace(spec(1))

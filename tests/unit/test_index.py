@@ -1,0 +1,128 @@
+"""The index alone: keys, growth, readers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import StorageError
+from kvstore.index import BlockIndex, anchor_of, block_keys
+from kvstore.log.device import FileDevice
+from kvstore.types import BlockAddr, SegmentId
+from stores import open_store
+
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def index(tmp_path):
+    index = BlockIndex(tmp_path / "index", "0" * 32, 1 << 20, FileDevice())
+    yield index
+    index.close()
+
+
+def entries(start, count):
+    return {
+        number.to_bytes(44, "big"): BlockAddr(SegmentId(7), number % 1000) for number in range(start, start + count)
+    }
+
+
+def test_a_key_is_namespace_anchor_position_and_hash():
+    hashes = os.urandom(32 * 150)
+    for first in (0, 1, 31, 32, 33, 64, 95, 96, 149):
+        for count in {1, 2, 31, 32, 33, 150 - first}:
+            wanted = [
+                (7).to_bytes(4, "big")
+                + anchor_of(hashes, block)
+                + bytes([block % 32])
+                + hashes[block * 32 : block * 32 + 32]
+                for block in range(first, min(first + count, 150))
+            ]
+            assert block_keys(7, hashes, first, min(count, 150 - first)) == wanted, (first, count)
+
+
+def test_a_full_map_grows(index):
+    index._map_size_bytes = 1 << 20
+    index._env.set_mapsize(1 << 20)
+    for start in range(0, 40_000, 4000):
+        index.commit(entries(start, 4000))
+    assert index._map_size_bytes > 2 << 20
+    wanted = entries(0, 40_000)
+    assert index.lookup(sorted(wanted)) == wanted
+
+
+READER = """
+import os, sys
+from pathlib import Path
+from kvstore.index_file import open_environment
+readers = [open_environment(Path(sys.argv[1]), 1 << 28)]
+transactions = [readers[0].begin() for _ in range(int(sys.argv[2]))]
+print("reading", flush=True)
+os.read(0, 1)
+"""
+
+
+def held_readers(path, count):
+    """A process that reads, `count` times at once, and goes on reading what was there when it began."""
+    command = [sys.executable, "-c", READER, str(path), str(count)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=TESTS)
+    assert process.stdout.readline() == b"reading\n"
+    return process
+
+
+def end(process, number):
+    process.send_signal(number)
+    process.wait(20)
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_readers_that_were_killed_are_cleared(index, tmp_path):
+    """200 of them would keep every page freed since, and take places among the 1,022 there are."""
+    index.commit(entries(0, 1000))
+    process = held_readers(tmp_path / "index", 200)
+    end(process, signal.SIGKILL)
+    assert index._env.info()["num_readers"] >= 200
+    index.clear_dead_readers()
+    size = index.used_bytes()
+    for _ in range(200):
+        index.commit(entries(0, 1000))
+    assert index.used_bytes() < size + (1 << 20)
+
+
+def test_a_store_clears_them_while_it_runs(tmp_path):
+    store = open_store(tmp_path)
+    process = held_readers(tmp_path / "index", 3)
+    end(process, signal.SIGKILL)
+    assert str(process.pid) in store._index._env.readers()
+    for _ in range(10):
+        store.sweep()
+    assert str(process.pid) not in store._index._env.readers()
+    store.close()
+
+
+def test_a_reader_held_for_long_stops_no_work_and_its_pages_come_back(index, tmp_path):
+    index.commit(entries(0, 1000))
+    process = held_readers(tmp_path / "index", 1)
+    for _ in range(200):
+        index.clear_dead_readers()  # it is alive: nothing of it is touched
+        index.commit(entries(0, 1000))
+    held = index.used_bytes()
+    assert index.lookup(sorted(entries(0, 1000))) == entries(0, 1000)
+    end(process, signal.SIGTERM)
+    index.clear_dead_readers()
+    for _ in range(400):
+        index.commit(entries(0, 1000))
+    assert index.used_bytes() <= held + (1 << 18)
+
+
+def test_opened_twice_is_an_error_and_not_a_signal(index, tmp_path):
+    with pytest.raises(StorageError, match="already open"):
+        BlockIndex(tmp_path / "index", "0" * 32, 1 << 20, FileDevice())
+    index.commit(entries(0, 10))
+    assert index.lookup(sorted(entries(0, 10))) == entries(0, 10)
