@@ -23,6 +23,7 @@ from kvstore.log import format as fmt
 from kvstore.log.check import Alive, Damage, check_blocks, whole_rows
 from kvstore.log.readonly import ReadOnlyDevice
 from kvstore.log.segment import Segment, segment_name
+from kvstore.log.segments import is_blank
 from kvstore.types import BlockAddr, SegmentId
 
 if TYPE_CHECKING:
@@ -190,8 +191,12 @@ class _Check:
             segment = self._open(name)
             trusted_slots = self._open(name, trust_seal=True).slot_count
         except CorruptDataDirError as error:
-            aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
-            self._broken_segment(SEGMENT_DAMAGED, name, str(error), aside)
+            next_start = (
+                "removes it: its beginning is blank, nothing tells what it was"
+                if is_blank(self._paths[name])
+                else f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
+            )
+            self._broken_segment(SEGMENT_DAMAGED, name, str(error), next_start)
         except (ForeignSegmentError, FormatVersionError) as error:
             self._broken_segment(SEGMENT_FOREIGN, name, str(error), _REFUSES)
         except OSError as error:
