@@ -6,7 +6,6 @@ Store identity and secret, namespaces, traffic classes with operators' TTLs, and
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import zlib
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore.config import TrafficClassConfig
+    from kvstore.log.device import Device
 
 CATALOG_FILE = "catalog.json"
 # Segment ids are reserved in runs, so that making a segment does not write the catalog; a restart skips the rest of a run.
@@ -102,22 +102,11 @@ class Catalog:
         first = SegmentId(self.next_segment_id)
         return replace(self, next_segment_id=self.next_segment_id + _SEGMENT_ID_RUN), first
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, device: Device) -> None:
         """Replace the file: on disk is always the old one or the new one, whole. Raises: OSError."""
         body = json.dumps(_to_json(self), indent=1, sort_keys=True)
         text = json.dumps({"crc32": zlib.crc32(body.encode()), "format_version": FORMAT_VERSION, "catalog": body})
-        scratch = directory / f"{CATALOG_FILE}.new"
-        # The secret is in it, so it is for the owner alone.
-        with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(directory / CATALOG_FILE)
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)  # the rename itself is durable only now
-        finally:
-            os.close(descriptor)
+        device.replace(directory / CATALOG_FILE, text.encode())
 
     @classmethod
     def load(cls, directory: Path) -> Catalog:

@@ -119,13 +119,13 @@ class StoreConfig(_Section):
 
     capacity: ByteSize = Field(
         ByteSize(10 << 30),
-        ge=1 << 20,
+        ge=512 << 10,
         le=_SIZE_MAX,
         description="Cap in bytes for the data directory, as du counts; more keeps more prefixes.",
     )
     segment_size: ByteSize = Field(
         ByteSize(256 << 20),
-        ge=64 << 10,
+        ge=32 << 10,
         le=4 << 30,
         description="Bytes per segment file at most; larger segments mean fewer files and coarser reclaim. "
         "Never more than 1/16 of the capacity is used.",

@@ -13,15 +13,19 @@ from kvstore.catalog import CATALOG_FILE, Catalog
 from kvstore.clock_file import CLOCK_FILE
 from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError, NotADataDirError
 from kvstore.index import INDEX_FILES
+from kvstore.log.device import SCRATCH_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvstore.log.device import Device
+
 LOCK_FILE = "LOCK"
 SEGMENTS_DIR = "segments"
 INDEX_DIR = "index"
-_EXPECTED = {CATALOG_FILE, f"{CATALOG_FILE}.new", LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+_CATALOG_SCRATCH = CATALOG_FILE + SCRATCH_SUFFIX
+_EXPECTED = {CATALOG_FILE, _CATALOG_SCRATCH, LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
 
 
 class DataDir:
@@ -53,8 +57,10 @@ class DataDir:
             raise ConfigError(f"data_dir {path} cannot be used: {error.strerror or error}") from error
         return cls(path, lock)
 
-    def load_catalog(self) -> Catalog:
+    def load_catalog(self, device: Device) -> Catalog:
         """The catalog, new if the directory is. Raises: CorruptDataDirError: it is gone although segments are there."""
+        with contextlib.suppress(FileNotFoundError):
+            device.unlink(self.path / _CATALOG_SCRATCH)  # of a process that died while it replaced the catalog
         if (self.path / CATALOG_FILE).exists():
             return Catalog.load(self.path)
         orphans = len(list(self.segments.iterdir()))
@@ -64,7 +70,7 @@ class DataDir:
                 "blocks they hold; restore it from a backup, or move the files away to start empty"
             )
         catalog = Catalog.new()
-        catalog.save(self.path)
+        catalog.save(self.path, device)
         return catalog
 
     def small_files_bytes(self) -> int:

@@ -157,7 +157,7 @@ class _Check:
         """Fill the report."""
         report = self._report
         report.store_id, report.namespaces = self._catalog.store_id, len(self._catalog.namespaces)
-        state, env = inspect(self._data_dir / INDEX_DIR, self._catalog.store_id)
+        state, env = inspect(self._data_dir / INDEX_DIR, self._catalog.store_id, ReadOnlyDevice())
         self._note_index(state)
         try:
             for done, name in enumerate(sorted(self._paths)):

@@ -1,5 +1,9 @@
 """The LMDB index: block -> (segment, slot). It may lag the log, never lead it, and can be rebuilt from it.
 
+LMDB writes its file itself, past the `Device`. That is safe because nothing there is the only copy of anything: its commits are
+not synced, and a file that was in use when the machine stopped is thrown away and rebuilt from the segments. What decides
+whether the file is trusted, the marker files beside it, goes through the `Device`.
+
 Keys are clustered by chain: `namespace id ‖ anchor ‖ position in group ‖ prefix hash`. A chain is cut into groups of 32 blocks;
 a group's anchor is the first 7 bytes of the prefix hash just before it, zeros for the first. A conversation's entries then
 share pages even when all conversations start with one system prompt, and the cost of a match does not grow with the store.
@@ -21,7 +25,6 @@ import sys
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -29,14 +32,19 @@ import numpy as np
 import xxhash
 
 from kvstore.errors import StorageError, StoreFullError
+from kvstore.index_file import open_environment
+from kvstore.index_pages import check_tree
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from kvstore.log.device import Device
 
 KEY_BYTES = 4 + ANCHOR_BYTES + 1 + HASH_BYTES
 _POSITION_AT = 4 + ANCHOR_BYTES
@@ -50,12 +58,11 @@ ADDR_DTYPE = np.dtype([("segment_id", "<u8"), ("slot", "<u4")])
 
 _MAP_SIZE_MIN_BYTES = 1 << 28
 _MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
-_MAX_READERS = 1022
 # A match looks up this many blocks at first, then eight times as many: a full miss costs one small batch, a long hit few.
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
+_ADDED_AT_A_TIME = 1 << 14  # keys made Python's at a time when many are added
 
-_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
 INDEX_FILES = frozenset({"data.mdb", "lock.mdb", _CHECKSUM_FILE, _DAMAGED_FILE})
@@ -81,8 +88,9 @@ _log = logging.getLogger(__name__)
 class BlockIndex:
     """Thread-safe for readers; write methods are for the writer thread alone (LMDB has one writer)."""
 
-    def __init__(self, directory: Path, store_id: str, capacity_bytes: int) -> None:
+    def __init__(self, directory: Path, store_id: str, capacity_bytes: int, device: Device) -> None:
         self._directory = directory
+        self._device = device
         self._store_id = store_id.encode()
         self._env: Any = None  # an lmdb.Environment
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
@@ -108,7 +116,7 @@ class BlockIndex:
             self._mark_in_use()
         except (lmdb.Error, StorageError) as error:
             return IndexState(False, False, f"it is damaged: {error}")
-        state = _owned_state(state, store, boot, self._store_id)
+        state = _owned_state(state, store, boot, self._store_id, self._device)
         if not state.usable:
             self._env.close()
         return state
@@ -127,6 +135,7 @@ class BlockIndex:
         """Throw away what is there and begin with an empty index. Raises: StorageError."""
         if self._env is not None:
             self._env.close()
+        self._remove_checksum()
         if self._directory.exists():
             shutil.rmtree(self._directory)
         self._damaged = False
@@ -138,25 +147,31 @@ class BlockIndex:
 
     def _mark_in_use(self) -> None:
         """Note that commits are about to come that are not synced."""
-        (self._directory / _CHECKSUM_FILE).unlink(missing_ok=True)
+        self._remove_checksum()
         # On a full disk the old boot id stays, and the worst that follows is that the next start rebuilds.
         with contextlib.suppress(lmdb.DiskError), self._env.begin(write=True, db=self._meta) as txn:
             txn.put(_META_STORE, self._store_id)
-            txn.put(_META_BOOT, boot_id())
+            txn.put(_META_BOOT, self._device.boot_id())
         self._env.sync(True)
+
+    def _remove_checksum(self) -> None:
+        """Durably: one that came back after a power loss could vouch for an old copy of the file that came back as well."""
+        with contextlib.suppress(FileNotFoundError):
+            self._device.unlink(self._directory / _CHECKSUM_FILE)
+            self._device.sync_directory(self._directory)
 
     def close(self) -> None:
         """Sync, close, and leave a checksum that says so."""
-        checksum = self._directory / _CHECKSUM_FILE
         try:
             self._env.sync(True)
             self._env.close()
             if not self._damaged:
-                checksum.write_bytes(_file_checksum(self._directory / "data.mdb"))
+                self._device.replace(self._directory / _CHECKSUM_FILE, _file_checksum(self._directory / "data.mdb"))
         except (lmdb.Error, OSError) as error:
             # A full disk must not keep a server from stopping; without the checksum it only counts as not stopped in order.
             _log.warning("index: closed without a checksum: %s", error)
-            checksum.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._remove_checksum()
 
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
@@ -201,9 +216,34 @@ class BlockIndex:
 
         Returns: entries dropped. Raises: StoreFullError, StorageError: nothing is changed.
         """
+        return self._change(lambda txn: _drop_and_put(txn, put, remove))
+
+    def add(self, keys: NDArray[np.uint8], addrs: NDArray[np.void]) -> int:
+        """Point keys (shape (n, KEY_BYTES)) at addresses (ADDR_DTYPE), but leave those alone that are there; in one transaction.
+
+        Returns: entries added. Raises: StoreFullError, StorageError: nothing is changed.
+        """
+        values = (addrs["segment_id"] << _SLOT_BITS | addrs["slot"]).astype("<u8")
+        # By anchor and position: then neighbours follow one another, which is what makes pages be shared.
+        order = np.argsort(np.ascontiguousarray(keys[:, 4 : _POSITION_AT + 1]).view(">u8").ravel(), kind="stable")
+
+        def put(txn: lmdb.Transaction) -> int:
+            added = 0
+            with txn.cursor() as cursor:
+                for start in range(0, len(order), _ADDED_AT_A_TIME):
+                    part = order[start : start + _ADDED_AT_A_TIME]
+                    items = zip(split_keys(keys[part]), values[part].view("V8").tolist(), strict=True)
+                    added += cursor.putmulti(items, overwrite=False)[1]
+            return added
+
+        return self._change(put)
+
+    def _change(self, change: Callable[[lmdb.Transaction], int]) -> int:
+        """Run a change in a write transaction, with a larger map if the one there is too small."""
         for _ in range(8):
             try:
-                return self._commit(put, remove)
+                with self._env.begin(write=True, db=self._blocks) as txn:
+                    return change(txn)
             except lmdb.MapFullError:
                 self._map_size_bytes *= 2
                 self._env.set_mapsize(self._map_size_bytes)
@@ -213,16 +253,6 @@ class BlockIndex:
                 self._note_damage(error)
                 raise StorageError(f"index: {error}") from error
         raise StorageError(f"index: still full with a map of {self._map_size_bytes} bytes")
-
-    def _commit(self, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]]) -> int:
-        removed = 0
-        with self._env.begin(write=True, db=self._blocks) as txn:
-            for key, addr in remove:
-                if txn.get(key) == _pack(addr):
-                    removed += txn.delete(key)
-            for key in sorted(put):  # in key order: neighbours share pages
-                txn.put(key, _pack(put[key]))
-        return removed
 
     @contextlib.contextmanager
     def _typed_errors(self) -> Iterator[None]:
@@ -242,37 +272,7 @@ class BlockIndex:
         self._damaged = True
         _log.error("index: %s; some blocks are missed until the next start, which rebuilds it", why)
         with contextlib.suppress(OSError):
-            (self._directory / _DAMAGED_FILE).touch()
-
-
-def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = False) -> lmdb.Environment:
-    """The LMDB environment; a map size of 0 takes the file's. Raises: lmdb.Error, StorageError: the file is cut short.
-
-    With `readonly` no file is made, changed or locked; nobody else may have it open then.
-    """
-    if not readonly:
-        directory.mkdir(exist_ok=True)
-    env = lmdb.open(
-        str(directory),
-        map_size=map_size_bytes,
-        max_dbs=4,
-        max_readers=_MAX_READERS,
-        # Not synced at each commit: after power loss the index is rebuilt from the log.
-        sync=False,
-        metasync=False,
-        readahead=False,
-        mode=0o640,
-        readonly=readonly,
-        create=not readonly,
-        lock=not readonly,
-    )
-    # Reading a mapped page behind the end of a file cut short would be a signal, not an error.
-    needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    size = (directory / "data.mdb").stat().st_size
-    if size < needed:
-        env.close()
-        raise StorageError(f"{size} bytes, its pages reach to {needed}")
-    return env
+            self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
 def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) -> IndexState:
@@ -291,16 +291,18 @@ def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) ->
     return IndexState(True, clean, "closed in order" if clean else "the last process died")
 
 
-def _owned_state(state: IndexState, store: bytes | None, boot: bytes | None, store_id: bytes) -> IndexState:
+def _owned_state(
+    state: IndexState, store: bytes | None, boot: bytes | None, store_id: bytes, device: Device
+) -> IndexState:
     """Whether what the file says of its owner lets it be used."""
     if store != store_id:
         return IndexState(False, False, "it belongs to another store")
-    if not state.clean and boot != boot_id():
+    if not state.clean and boot != device.boot_id():
         return IndexState(False, False, MACHINE_STOPPED)
     return state
 
 
-def inspect(directory: Path, store_id: str) -> tuple[IndexState, lmdb.Environment | None]:
+def inspect(directory: Path, store_id: str, device: Device) -> tuple[IndexState, lmdb.Environment | None]:
     """What the next start will find, and the environment to read if it is usable; the caller closes it. Changes nothing.
 
     The file is walked in another process first, because a damaged one could end this one with a signal.
@@ -315,7 +317,7 @@ def inspect(directory: Path, store_id: str) -> tuple[IndexState, lmdb.Environmen
             store, boot = txn.get(_META_STORE), txn.get(_META_BOOT)
     except (lmdb.Error, StorageError) as error:
         return IndexState(False, False, f"it is damaged: {error}"), None
-    state = _owned_state(state, store, boot, store_id.encode())
+    state = _owned_state(state, store, boot, store_id.encode(), device)
     if not state.usable:
         env.close()
         return state, None
@@ -340,12 +342,23 @@ def find_in(cursor: Any, keys: Sequence[bytes]) -> dict[bytes, BlockAddr]:  # no
 
 
 def walk(directory: Path, *flags: str) -> str:
-    """What a walk through the whole file, in a process of its own, finds wrong; empty when it is whole."""
-    command = [sys.executable, "-m", "kvstore.index_check", *flags, str(directory)]
+    """What is wrong with a file that nobody has open; empty when it is whole. Changes nothing that counts.
+
+    LMDB looks at it in a process of its own, which a damaged page may end with a signal. The pages of the tree, which are
+    nearly all there are, are looked at here, without LMDB.
+    """
+    command = [sys.executable, "-m", "kvstore.index_check", *flags, str(directory), *map(str, ENTRY_BYTES)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode < 0:
-        return f"walking it ended with signal {-done.returncode}"
-    return done.stderr.strip()[-500:] or "walking it failed" if done.returncode else ""
+        return f"opening it ended with signal {-done.returncode}"
+    if done.returncode:
+        return done.stderr.strip()[-500:] or "opening it failed"
+    page_bytes, tree = done.stdout.split()
+    try:
+        check_tree(directory / "data.mdb", int(page_bytes), bytes.fromhex(tree), ENTRY_BYTES)
+    except (StorageError, OSError) as error:
+        return str(error)
+    return ""
 
 
 def block_keys(namespace_id: int, hashes: bytes, first_block: int, count: int) -> list[bytes]:
@@ -358,8 +371,7 @@ def block_keys(namespace_id: int, hashes: bytes, first_block: int, count: int) -
     keys[anchored, 4:_POSITION_AT] = rows[blocks[anchored] // GROUP_BLOCKS * GROUP_BLOCKS - 1, :ANCHOR_BYTES]
     keys[:, _POSITION_AT] = blocks % GROUP_BLOCKS
     keys[:, _POSITION_AT + 1 :] = rows[first_block : first_block + count]
-    split: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()  # six times as fast as slicing in Python
-    return split
+    return split_keys(keys)
 
 
 def anchor_of(hashes: bytes, block: int) -> bytes:
@@ -371,29 +383,53 @@ def anchor_of(hashes: bytes, block: int) -> bytes:
     return hashes[start : start + ANCHOR_BYTES]
 
 
-def row_key(row: np.void) -> bytes:
-    """The index key of what a segment's row describes."""
-    position = _STATE_POSITION if row["kind"] == KIND_STATE else int(row["position"]) % GROUP_BLOCKS
-    anchor: bytes = row["anchor"].tobytes()
-    prefix_hash: bytes = row["prefix_hash"].tobytes()
-    return int(row["namespace_id"]).to_bytes(4, "big") + anchor + bytes([position]) + prefix_hash
+def key_array(rows: NDArray[np.void]) -> NDArray[np.uint8]:
+    """The index keys of what a segment's rows describe, shape (n, KEY_BYTES)."""
+    count = len(rows)
+    keys = np.empty((count, KEY_BYTES), dtype=np.uint8)
+    keys[:, :4] = rows["namespace_id"].astype(">u4").view(np.uint8).reshape(count, 4)
+    keys[:, 4:_POSITION_AT] = _bytes_of(rows["anchor"], ANCHOR_BYTES)
+    keys[:, _POSITION_AT] = np.where(rows["kind"] == KIND_STATE, _STATE_POSITION, rows["position"] % GROUP_BLOCKS)
+    keys[:, _POSITION_AT + 1 :] = _bytes_of(rows["prefix_hash"], HASH_BYTES)
+    return keys
 
 
 def row_keys(rows: NDArray[np.void]) -> list[bytes]:
-    """The index keys of many rows, several times as fast as one by one."""
-    keys = np.zeros((len(rows), KEY_BYTES), dtype=np.uint8)
-    keys[:, :4] = rows["namespace_id"].astype(">u4").view(np.uint8).reshape(-1, 4)
-    keys[:, 4:_POSITION_AT] = np.frombuffer(rows["anchor"].tobytes(), dtype=np.uint8).reshape(-1, ANCHOR_BYTES)
-    is_state = rows["kind"] == KIND_STATE
-    keys[:, _POSITION_AT] = np.where(is_state, _STATE_POSITION, rows["position"] % GROUP_BLOCKS)
-    keys[:, _POSITION_AT + 1 :] = np.frombuffer(rows["prefix_hash"].tobytes(), dtype=np.uint8).reshape(-1, HASH_BYTES)
-    split: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+    """The same, one by one."""
+    return split_keys(key_array(rows))
+
+
+def split_keys(keys: NDArray[np.uint8]) -> list[bytes]:
+    """Keys as LMDB takes them, of an array of shape (n, KEY_BYTES)."""
+    split: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()  # six times as fast as slicing in Python
     return split
+
+
+def _bytes_of(column: NDArray[np.void], width: int) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(column).view(np.uint8).reshape(len(column), width)
+
+
+def row_key(row: np.void) -> bytes:
+    """The index key of what a segment's row describes."""
+    return row_keys(np.array([row]))[0]
 
 
 def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
     """The index key of a state object."""
     return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
+
+
+def _drop_and_put(
+    txn: lmdb.Transaction, put: Mapping[bytes, BlockAddr], remove: Iterable[tuple[bytes, BlockAddr]]
+) -> int:
+    removed = 0
+    for key, addr in remove:
+        if txn.get(key) == _pack(addr):
+            removed += txn.delete(key)
+    with txn.cursor() as cursor:
+        # In key order: neighbours share pages.
+        cursor.putmulti([(key, _pack(put[key])) for key in sorted(put)])
+    return removed
 
 
 def _pack(addr: BlockAddr) -> bytes:
@@ -414,11 +450,3 @@ def _file_checksum(path: Path) -> bytes:
         while chunk := file.read(1 << 22):
             state.update(chunk)
     return state.hexdigest().encode()
-
-
-def boot_id() -> bytes:
-    """Changes with every boot of the machine; empty where the kernel does not say, which reads as the same boot."""
-    try:
-        return _BOOT_ID_FILE.read_bytes().strip()
-    except OSError:
-        return b""

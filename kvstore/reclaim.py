@@ -17,14 +17,14 @@ import numpy as np
 
 from kvstore.census import expired_mask, live_mask
 from kvstore.errors import KvStoreError, StoreFullError
-from kvstore.index import row_key
+from kvstore.index import row_keys
 from kvstore.log import format as fmt
 from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
 from kvstore.worth import payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -83,7 +83,6 @@ class Reclaimer:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
         self._census, self._quotas = census, quotas
         self._small_files_bytes, self._rules = small_files_bytes, rules
-        self._durable = config.durability == "sync"
         self._ticks = 0
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
@@ -244,7 +243,8 @@ class Reclaimer:
             return False
         whole = fmt.valid_rows(rows, segment.segment_id)
         kept = np.flatnonzero(keep & whole[: len(keep)]) if keep is not None else np.zeros(0, dtype=np.intp)
-        moved = self._move(segment, rows, kept, writer)
+        keys = row_keys(rows)
+        moved = self._move(segment, rows, keys, kept, writer)
         if moved is None:
             if not may_lose:
                 return False
@@ -252,17 +252,9 @@ class Reclaimer:
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
         self._count_losses(segment, dropped)
         segment.flag(dropped, fmt.FLAG_EVICTED)
-        removed = [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in dropped if whole[slot]]
+        removed = [(keys[slot], BlockAddr(segment.segment_id, slot)) for slot in dropped[whole[dropped]].tolist()]
         if moved:
-            self._point_to_new_places(segment, rows, moved, writer)
-        if self._durable:
-            # Or the file could come back after power loss, without its flags: with it blocks that were deleted since elsewhere.
-            try:
-                segment.sync()
-            except OSError as error:
-                segment.unreadable = True
-                _log.warning("segment %d cannot be synced and keeps its space: %s", segment.segment_id, str(error))
-                return False
+            self._point_to_new_places(segment, keys, moved, writer)
         self._segments.retire(segment)
         freed = self._segments.reap(self._clock.now_s())
         # Last, so that a disk too full for a commit gets its room first. Until it is done the entries name a segment id that is
@@ -295,10 +287,10 @@ class Reclaimer:
                 self._obsolete = []
 
     def _point_to_new_places(
-        self, segment: Segment, rows: NDArray[np.void], moved: dict[int, BlockAddr], writer: LogWriter
+        self, segment: Segment, keys: Sequence[bytes], moved: dict[int, BlockAddr], writer: LogWriter
     ) -> None:
         try:
-            self._index.commit({row_key(rows[slot]): addr for slot, addr in moved.items()})
+            self._index.commit({keys[slot]: addr for slot, addr in moved.items()})
         except KvStoreError:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)  # the copies must not turn up when the index is rebuilt
@@ -306,7 +298,12 @@ class Reclaimer:
         segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
 
     def _move(
-        self, segment: Segment, rows: NDArray[np.void], kept: NDArray[np.intp], writer: LogWriter
+        self,
+        segment: Segment,
+        rows: NDArray[np.void],
+        keys: Sequence[bytes],
+        kept: NDArray[np.intp],
+        writer: LogWriter,
     ) -> dict[int, BlockAddr] | None:
         """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
         entries, slots = [], []
@@ -314,7 +311,7 @@ class Reclaimer:
             payload = _payload(segment, rows[slot])
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
-                entries.append(NewEntry(row_key(rows[slot]), _entry(rows[slot]), payload))
+                entries.append(NewEntry(keys[slot], _entry(rows[slot]), payload))
                 slots.append(int(slot))
         uses = segment.uses[slots].copy()
         try:

@@ -7,23 +7,30 @@ its latest place. A segment that was being retired is finished off.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvstore.errors import StorageError, StoreFullError
-from kvstore.index import IndexState, row_key
+from kvstore.index import ADDR_DTYPE, IndexState, key_array, row_keys, split_keys
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
 
     from kvstore.index import BlockIndex
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
 
 _log = logging.getLogger(__name__)
+
+# Rows filed in one commit. Chains lie in the index in no order of time, so a commit of a segment's rows alone writes a page for
+# every 32 of them; larger ones share pages. This one needs some 100 MB of memory, and a larger one would gain little.
+_BATCH_ROWS = 1 << 18
 
 
 def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, int], None]) -> None:
@@ -64,9 +71,14 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         # Only segments that were open can hold rows whose index commit did not happen.
         suspects = [] if found.clean else [segment for segment in in_use if segment.state == fmt.STATE_OPEN]
     indexed = 0
+    batch: list[_Rows] = []
     for done, segment in enumerate(suspects):
         progress(done, len(suspects))
-        indexed += _index_rows(segment, segments, index)
+        batch.append(_usable_rows(segment))
+        if sum(len(part.slots) for part in batch) >= _BATCH_ROWS:
+            indexed += _index_rows(batch, segments, index)
+            batch = []
+    indexed += _index_rows(batch, segments, index)
     progress(len(suspects), len(suspects))
     if suspects:
         _log.info("index: %s; %d blocks of %d segments indexed", found.why, indexed, len(suspects))
@@ -74,30 +86,63 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         _finish_retiring(segment, segments, index)
 
 
-def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> int:
-    """File the segment's unflagged rows; the later of two places of a block stays, the other is flagged."""
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a segment that belong into the index: shape (n, key bytes), and (n,)."""
+
+    segment: Segment
+    keys: NDArray[np.uint8]
+    slots: NDArray[np.intp]
+
+
+def _usable_rows(segment: Segment) -> _Rows:
     rows = segment.read_rows(0, segment.slot_count)
     whole, unflagged = fmt.valid_rows(rows, segment.segment_id), segment.uses[: segment.slot_count, 0] == 0
     # A row torn by a crash names no block: nobody must count it as one.
     segment.flag(np.flatnonzero(unflagged & ~whole), fmt.FLAG_DELETED)
-    usable = whole & unflagged
-    wanted = {row_key(rows[slot]): BlockAddr(segment.segment_id, int(slot)) for slot in np.flatnonzero(usable)}
-    for key, known in index.lookup(list(wanted)).items():
-        here = wanted[key]
+    slots = np.flatnonzero(whole & unflagged)
+    return _Rows(segment, key_array(rows[slots]), slots)
+
+
+def _index_rows(batch: Sequence[_Rows], segments: SegmentSet, index: BlockIndex) -> int:
+    """File rows; the later of two places of a block stays, the other is flagged."""
+    if not batch:
+        return 0
+    keys = np.concatenate([part.keys for part in batch])
+    addrs = np.empty(len(keys), dtype=ADDR_DTYPE)
+    addrs["segment_id"] = np.repeat([part.segment.segment_id for part in batch], [len(part.slots) for part in batch])
+    addrs["slot"] = np.concatenate([part.slots for part in batch])
+    added = index.add(keys, addrs)
+    if added < len(keys):
+        for part in batch:
+            added += _settle_duplicates(part, segments, index)
+    return added
+
+
+def _settle_duplicates(part: _Rows, segments: SegmentSet, index: BlockIndex) -> int:
+    """Some of the blocks were in the index before, or are twice among the rows; returns how many get a new place."""
+    segment = part.segment
+    slots = dict(zip(split_keys(part.keys), part.slots.tolist(), strict=True))
+    segment.flag(np.setdiff1d(part.slots, list(slots.values())), fmt.FLAG_EVICTED)
+    wanted: dict[bytes, BlockAddr] = {}
+    for key, known in index.lookup(sorted(slots)).items():
+        here = BlockAddr(segment.segment_id, slots[key])
         other = segments.get(known.segment_id)
         if known == here:
-            del wanted[key]
-        elif other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
+            continue
+        if other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
             segment.flag(np.array([here.slot]), fmt.FLAG_EVICTED)
-            del wanted[key]
-        elif other is not None:
+            continue
+        if other is not None:
             other.flag(np.array([known.slot]), fmt.FLAG_EVICTED)
+        wanted[key] = here
     index.commit(wanted)
     return len(wanted)
 
 
 def _finish_retiring(segment: Segment, segments: SegmentSet, index: BlockIndex) -> None:
     rows = segment.read_rows(0, segment.slot_count)
-    whole = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id))
-    index.commit({}, [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in whole])
+    slots = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id)).tolist()
+    keys = row_keys(rows[slots])
+    index.commit({}, [(key, BlockAddr(segment.segment_id, slot)) for key, slot in zip(keys, slots, strict=True)])
     segments.retire(segment)

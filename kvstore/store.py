@@ -31,7 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.expiry import TtlTable
 from kvstore.finding import find_blocks
-from kvstore.index import BlockIndex, anchor_of, block_keys, boot_id, state_key
+from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
 from kvstore.log import format as fmt
@@ -114,10 +114,10 @@ class LocalStore:
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
-        self._data_dir, self._config = data_dir, config
+        self._data_dir, self._device, self._config = data_dir, device, config
         self._default_class = next(iter(traffic_classes))
         self._clock_file = ClockFile(data_dir.path / CLOCK_FILE, device)
-        self._clock = GuardedClock(clock, short_boot_id(boot_id()), self._clock_file.load())
+        self._clock = GuardedClock(clock, short_boot_id(device.boot_id()), self._clock_file.load())
         self._clock_file.keep(self._clock)
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
@@ -129,9 +129,13 @@ class LocalStore:
         except OSError as error:
             _log.warning("the catalog cannot be written, puts will be rejected until it can: %s", error)
         self._segments = SegmentSet(
-            data_dir.segments, device, bytes.fromhex(catalog.store_id), segment_size_bytes(config)
+            data_dir.segments,
+            device,
+            bytes.fromhex(catalog.store_id),
+            segment_size_bytes(config),
+            durable=config.durability == "sync",
         )
-        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity)
+        self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
         # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
         self._segments.open_all(trust_seals=self._index.found.usable)
         recover(self._segments, self._index, progress)
@@ -190,13 +194,12 @@ class LocalStore:
         Args: progress: called with (segments done, segments in all) while the index is brought up to date.
         Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
         """
+        device = device or FileDevice()
         directory = DataDir.open(data_dir)
         try:
-            catalog = directory.load_catalog()
+            catalog = directory.load_catalog(device)
             catalog.with_classes(traffic_classes)  # what is wrong with them is told before anything is changed
-            return cls(
-                directory, catalog, config, traffic_classes, tenants or {}, clock, device or FileDevice(), progress
-            )
+            return cls(directory, catalog, config, traffic_classes, tenants or {}, clock, device, progress)
         except OSError as error:
             directory.close()
             raise storage_error(error) from error
@@ -211,7 +214,7 @@ class LocalStore:
         if any(r.traffic_class.ttl_s > known[n].traffic_class.ttl_s for n, r in catalog.classes.items() if n in known):
             self._end_expired()
         if catalog != self._catalog:
-            catalog.save(self._data_dir.path)
+            catalog.save(self._data_dir.path, self._device)
             self._use_catalog(catalog)
 
     def _use_catalog(self, catalog: Catalog) -> None:
@@ -344,7 +347,7 @@ class LocalStore:
         with self._catalog_lock:
             catalog = change(self._catalog)
             try:
-                catalog.save(self._data_dir.path)
+                catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
             self._use_catalog(catalog)
@@ -618,8 +621,8 @@ class LocalStore:
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
         for segment, where in self._by_segment(addrs[live]):
             segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
-            if self._config.durability == "sync":
-                segment.sync()
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
         deleted = int(live.sum())
         self.counters.add(blocks_deleted=deleted)
         return deleted
@@ -738,8 +741,8 @@ class LocalStore:
             classes=[(record.traffic_class, usage.get(record.class_id, Usage())) for record in records],
             namespace_count=len(self._catalog.namespaces),
             durability=self._config.durability,
-            invariants=self._invariants,
             clock_ahead_s=self._clock.ahead_s(),
+            invariants=self._invariants,
         )
 
     def scrub(self, cursor: str = "", max_bytes: int = 0) -> Iterator[ScrubStep]:
@@ -828,9 +831,9 @@ class LocalStore:
         for segment, slots in chosen:
             if len(slots):
                 segment.flag(slots, fmt.FLAG_EVICTED)
-                if self._config.durability == "sync":
-                    segment.sync()
                 self.counters.add(**{counter: len(slots)})
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
 
     def _select(self, selection: EvictSelection) -> Choice:
         """Slots to evict by segment."""
@@ -923,13 +926,12 @@ class LocalStore:
             self._reserve_segment_ids()
         segment_id = SegmentId(self._next_segment_id)
         self._next_segment_id += 1
-        durable = self._config.durability == "sync"
-        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s(), durable=durable)
+        return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s())
 
     def _reserve_segment_ids(self) -> None:
         with self._catalog_lock:
             catalog, first = self._catalog.with_segment_run()
-            catalog.save(self._data_dir.path)
+            catalog.save(self._data_dir.path, self._device)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
 

@@ -192,7 +192,5 @@ class StoreStatus:
     classes: Sequence[tuple[TrafficClass, Usage]]
     namespace_count: int
     durability: str
+    clock_ahead_s: float  # store's time minus wall clock; negative while a jump of the clock is not believed yet
     invariants: InvariantReport | None  # of the last check since the start
-    clock_ahead_s: (
-        float  # of the store's time before the wall clock; negative while a jump of the clock is not believed yet
-    )

@@ -64,7 +64,7 @@ class Child:
             code = self.process.wait(_DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return
-        raise ProcessError(f"{_words(self.process)} ended with {code}:\n{_log_tail(self.log_path)}")
+        raise ProcessError(f"{_words(self.process)} ended with {code}:\n{log_tail(self.log_path)}")
 
 
 @contextmanager
@@ -91,23 +91,23 @@ def running_child(module: str, options: Sequence[str], scratch: Path, name: str)
     port_file, log_path = scratch / f"{name}.ports.json", scratch / f"{name}.log"
     process = None
     try:
-        with log_path.open("wb") as log, _interrupts_deferred():
+        with log_path.open("wb") as log, interrupts_deferred():
             process = subprocess.Popen(
                 [sys.executable, "-m", module, "--port-file", str(port_file), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env=child_environment(),
                 start_new_session=True,
             )
         yield Child(process, _wait_for_target(process, port_file, log_path), log_path)
     finally:
         if process is not None:
-            _end(process)
+            end_process(process)
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
+def interrupts_deferred() -> Iterator[None]:
     """Let SIGINT and SIGTERM come through at the end only: a process that has just been made must be known, or nobody
     ends it. Masking them would not do, since a new process inherits the mask.
     """
@@ -122,7 +122,8 @@ def _interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
+    """This process's environment for a child."""
     # The configuration of somebody's own server must not find its way into a measurement.
     return {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
 
@@ -131,7 +132,7 @@ def _wait_for_target(process: subprocess.Popen[bytes], port_file: Path, log_path
     deadline_s = time.monotonic() + _START_TIMEOUT_S
     while not port_file.exists():
         if process.poll() is not None:
-            raise ProcessError(f"{_words(process)} ended with {process.returncode}:\n{_log_tail(log_path)}")
+            raise ProcessError(f"{_words(process)} ended with {process.returncode}:\n{log_tail(log_path)}")
         if time.monotonic() > deadline_s:
             raise ProcessError(f"{_words(process)} did not serve within {_START_TIMEOUT_S} s")
         time.sleep(0.01)
@@ -144,11 +145,13 @@ def _words(process: subprocess.Popen[bytes]) -> str:
     return shlex.join(map(str, process.args))
 
 
-def _log_tail(log_path: Path) -> str:
+def log_tail(log_path: Path) -> str:
+    """The end of a log, for a message."""
     return log_path.read_text(errors="replace")[-_LOG_TAIL_CHARS:].strip()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to stop, and make it after a while."""
     process.terminate()
     try:
         process.wait(_STOP_TIMEOUT_S)
@@ -171,9 +174,24 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def own_memory() -> Memory:
+    """This process's resident memory, without its children's."""
+    fields = _memory_fields(os.getpid())
+    return Memory(fields["RssAnon"], fields["RssFile"])
+
+
+def own_io() -> dict[str, int]:
+    """What the kernel counts of this process's reading and writing, by the names it gives them in /proc."""
+    return _io_fields(os.getpid())
+
+
 def _written_bytes(pid: int) -> int:
-    fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    return int(fields["write_bytes"])
+    return _io_fields(pid)["write_bytes"]
+
+
+def _io_fields(pid: int) -> dict[str, int]:
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
 def _memory_fields(pid: int) -> dict[str, int]:

@@ -86,7 +86,7 @@ def make_report(config: ThroughputConfig, measured: Measurements, machine: Machi
         benchmark="throughput",
         kvstore_version=version("kvstore"),
         commit=commit,
-        time=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        time=utc_now(),
         seed=config.seed,
         config=config,
         machine=machine,
@@ -107,6 +107,11 @@ def make_report(config: ThroughputConfig, measured: Measurements, machine: Machi
     )
 
 
+def utc_now() -> str:
+    """The time for a report."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` of the values do not exceed."""
     ordered = sorted(values)
@@ -115,24 +120,35 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def print_report(report: ThroughputReport) -> None:
     """The report as tables on stdout."""
+    config = report.config
+    print_tables(
+        f"{config.blocks:,} blocks of {config.block_bytes:,} bytes in batches of {config.batch_blocks}, "
+        f"medians of {config.rounds} interleaved rounds, everything in the page cache",
+        [_lines_table(report), _facts_table(report)],
+        circumstances(report.kvstore_version, report.commit, report.seed, report.time, report.machine),
+    )
+
+
+def circumstances(kvstore_version: str, commit: str, seed: int, time: str, machine: Machine) -> str:
+    """What a table must be read with, in two lines."""
+    return (
+        f"kvstore {kvstore_version}, commit {commit}, seed {seed}, {time}\n"
+        f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, Linux {machine.kernel}, "
+        f"{machine.filesystem}; Python {machine.python}, grpcio {machine.grpcio}, numpy {machine.numpy}, "
+        f"xxhash {machine.xxhash}"
+    )
+
+
+def print_tables(head: str, tables: Sequence[Table], foot: str) -> None:
+    """A text, tables and a text on stdout."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
-    config, machine = report.config, report.machine
     with console.capture() as captured:
-        console.print(
-            f"{config.blocks:,} blocks of {config.block_bytes:,} bytes in batches of {config.batch_blocks}, "
-            f"medians of {config.rounds} interleaved rounds, everything in the page cache"
-        )
-        console.print(_lines_table(report))
-        console.print(_facts_table(report))
-        console.print(
-            f"\nkvstore {report.kvstore_version}, commit {report.commit}, seed {report.seed}, {report.time}\n"
-            f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, Linux {machine.kernel}, "
-            f"{machine.filesystem}; Python {machine.python}, grpcio {machine.grpcio}, numpy {machine.numpy}, "
-            f"xxhash {machine.xxhash}",
-            soft_wrap=True,
-        )
+        console.print(head, soft_wrap=True)
+        for table in tables:
+            console.print(table)
+        console.print(f"\n{foot}", soft_wrap=True)
     # Tables are filled up to their full width, which nobody wants in a file.
     for line in captured.get().splitlines():
         print(line.rstrip())

@@ -1,25 +1,33 @@
-"""The one door to the disk for segment files: production's is the file system, tests put a faulty one behind it."""
+"""The one door to the disk: production's is the file system, tests put a faulty one behind it.
+
+Everything written to a data directory goes through here, but for two things. LMDB writes its own file: it is only ever a
+copy of what the segments say, never trusted after the machine stopped, and rebuilt from them then. And the lock file says
+nothing that outlives its holder.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from typing_extensions import Buffer
 
 _IOV_MAX = 1024  # Linux: more buffers in one call are refused
+_BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
+SCRATCH_SUFFIX = ".new"  # of a file on its way to replace another
 
 
 class Device(Protocol):
     """Files by descriptor. Writes are all or OSError; reads may be short, and the caller checks."""
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, mode: int = 0o640) -> int:
         """Make a new file; never opens an existing one."""
         ...
 
@@ -59,6 +67,18 @@ class Device(Protocol):
         """Remove the file; readers that hold it keep it."""
         ...
 
+    def rename(self, path: Path, target: Path) -> None:
+        """Give the file another name in its directory, in one step."""
+        ...
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Make `data` the file's content, durably: whatever happens, there is the old content or the new one, whole."""
+        ...
+
+    def boot_id(self) -> bytes:
+        """Changes whenever unsynced writes may have been lost: with every boot of the machine."""
+        ...
+
     def allocated_bytes(self, descriptor: int) -> int:
         """What `du` counts for the file."""
         ...
@@ -67,9 +87,9 @@ class Device(Protocol):
 class FileDevice:
     """The file system."""
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, mode: int = 0o640) -> int:
         """Make a new file; FileExistsError if there is one."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
     def open(self, path: Path) -> int:
         """Open an existing file."""
@@ -126,6 +146,35 @@ class FileDevice:
     def unlink(self, path: Path) -> None:
         """Remove the file."""
         path.unlink()
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Rename it; a file that stood there is gone."""
+        path.rename(target)
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Scratch file, write, fsync, rename, fsync of the directory. A scratch file that cannot be written is removed."""
+        scratch = path.with_name(path.name + SCRATCH_SUFFIX)
+        with contextlib.suppress(FileNotFoundError):
+            self.unlink(scratch)  # left by a process that died
+        descriptor = self.create(scratch, 0o600)  # the catalog holds a secret
+        try:
+            self.write(descriptor, [data], 0)
+            self.sync(descriptor)  # or the new name could survive a power loss and the bytes not
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.unlink(scratch)
+            raise
+        finally:
+            self.close(descriptor)
+        self.rename(scratch, path)
+        self.sync_directory(path.parent)
+
+    def boot_id(self) -> bytes:
+        """The kernel's; empty where it does not say, which reads as the same boot."""
+        try:
+            return _BOOT_ID_FILE.read_bytes().strip()
+        except OSError:
+            return b""
 
     def allocated_bytes(self, descriptor: int) -> int:
         """st_blocks, in 512-byte units whatever the file system's block size."""

@@ -220,8 +220,11 @@ def valid_rows(rows: NDArray[np.void], segment_id: SegmentId, first_slot: int = 
     valid: NDArray[np.bool_] = rows["magic"] == ROW_MAGIC
     valid &= rows["segment_id"] == segment_id
     valid &= rows["slot"] == np.arange(first_slot, first_slot + len(rows))
-    for slot in np.flatnonzero(valid):
-        valid[slot] = zlib.crc32(rows[slot].tobytes()[ROW_CRC_FROM:]) == rows[slot]["crc32"]
+    whole = memoryview(rows.tobytes())
+    wanted = np.flatnonzero(valid)
+    starts = (wanted * ROW_BYTES).tolist()
+    crcs = [zlib.crc32(whole[start + ROW_CRC_FROM : start + ROW_BYTES]) for start in starts]
+    valid[wanted] = np.array(crcs, dtype=np.uint32) == rows["crc32"][wanted]
     return valid
 
 

@@ -30,7 +30,7 @@ class ReadOnlyDevice(FileDevice):
             self.read(descriptor, [view], 0)
         return copy
 
-    def create(self, path: Path) -> int:
+    def create(self, path: Path, mode: int = 0o640) -> int:
         """Refused."""
         _refuse()
 
@@ -43,6 +43,14 @@ class ReadOnlyDevice(FileDevice):
         _refuse()
 
     def unlink(self, path: Path) -> None:
+        """Refused."""
+        _refuse()
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Refused."""
+        _refuse()
+
+    def replace(self, path: Path, data: bytes) -> None:
         """Refused."""
         _refuse()
 

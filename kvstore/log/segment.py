@@ -49,6 +49,8 @@ class Segment:
         # Last, so that a constructor that fails leaves closing to its caller.
         self._closer = weakref.finalize(self, device.close, descriptor)
         self._bits_lock = threading.Lock()  # so that two threads' flags or leases do not overwrite each other
+        # Whether flags may be lost in a power loss; so is what an earlier process set.
+        self.flags_unsynced = True
         self.unreadable = False  # its table could not be read: not to be reclaimed; writer thread only
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
@@ -214,6 +216,7 @@ class Segment:
             self.changes += 1
             self._uses[slots, fmt.USE_FLAGS] |= np.uint32(flags)
             self.changes += 1
+            self.flags_unsynced = True
 
     def touch(self, slots: NDArray[np.integer], class_id: int, now_s: int) -> None:
         """Note a use of the slots by a class."""
@@ -232,7 +235,12 @@ class Segment:
 
     def sync(self) -> None:
         """Return when everything written, use rows included, survives power loss."""
-        self._device.sync(self._descriptor)
+        self.flags_unsynced = False  # first, so that a flag set meanwhile counts as unsynced
+        try:
+            self._device.sync(self._descriptor)
+        except OSError:
+            self.flags_unsynced = True
+            raise
 
     def seal(self) -> None:
         """No more appends. The header then says what the segment holds."""

@@ -24,8 +24,11 @@ DAMAGED_SUFFIX = ".damaged"
 class SegmentSet:
     """Segments by id. `get` is for any thread; making and retiring are for the writer thread."""
 
-    def __init__(self, directory: Path, device: Device, store_id: bytes, segment_size_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, device: Device, store_id: bytes, segment_size_bytes: int, *, durable: bool
+    ) -> None:
         self.segment_size_bytes = segment_size_bytes
+        self._durable = durable  # whether what is acknowledged has to survive power loss
         self._directory = directory
         self._device = device
         self._store_id = store_id
@@ -49,8 +52,13 @@ class SegmentSet:
             try:
                 self._add(Segment.open(path, self._device, self._store_id, trust_seal=trust_seals))
             except CorruptDataDirError as error:
+                if _is_blank(path):
+                    # Made shortly before a power loss and never synced: it says nothing, and nobody could make it say more.
+                    self._device.unlink(path)
+                    _log.warning("segment %s was never written before the machine stopped and is removed", path.name)
+                    continue
                 aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
-                path.rename(aside)
+                self._device.rename(path, aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
         self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
         self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in self._damaged)
@@ -70,13 +78,13 @@ class SegmentSet:
             self._damaged_bytes = 0
         return dropped
 
-    def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float, *, durable: bool) -> Segment:
+    def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float) -> Segment:
         """Make a new segment. Raises: OSError."""
         header = fmt.SegmentHeader(
             segment_id, self._store_id, class_id, row_capacity(self.segment_size_bytes), int(now_s)
         )
         segment = Segment.create(self._directory / segment_name(segment_id), self._device, header)
-        if durable:
+        if self._durable:
             self._device.sync_directory(self._directory)
         self._add(segment)
         return segment
@@ -127,8 +135,20 @@ class SegmentSet:
         self._retiring = kept
         return freed
 
+    def sync_flags(self) -> None:
+        """Return when no flag can be lost any more; writer thread only. Raises: OSError.
+
+        All segments: an older copy of a deleted block, say one that was moved, must not come back either.
+        """
+        for segment in self.all():
+            if segment.flags_unsynced:
+                segment.sync()
+
     def _unlink(self, segment: Segment) -> bool:
         try:
+            if self._durable and segment.flags_unsynced:
+                # The file may come back after a power loss: then it must still say that its blocks have moved.
+                segment.sync()
             self._device.unlink(segment.path)
         except OSError as error:
             if not segment.unlink_failed:
@@ -160,3 +180,9 @@ class SegmentSet:
             self._allocated.clear()
             self._used_bytes = 0
         self._retiring.clear()
+
+
+def _is_blank(path: Path) -> bool:
+    """Whether a segment file's header page is missing or all zeros."""
+    with path.open("rb") as file:
+        return not any(file.read(fmt.HEADER_BYTES))

@@ -188,7 +188,7 @@ def test_a_size_in_another_unit_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("STORE__CAPACITY", "5", "this is 5 B, at least 1 MiB is allowed"),
+        ("STORE__CAPACITY", "5", "this is 5 B, at least 512 KiB is allowed"),
         ("STORE__SEGMENT_SIZE", "5GiB", "this is 5 GiB, at most 4 GiB is allowed"),
         ("TRAFFIC_CLASSES__AGENT__TTL_S", "0", "at least 1 s is allowed"),
         ("STORE__LEASE_S", "0", "more than 0 s is allowed"),

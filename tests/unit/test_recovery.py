@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from faults import FaultyDevice
@@ -24,6 +25,7 @@ from kvstore.errors import (
 )
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
+from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
@@ -133,15 +135,15 @@ def test_an_index_scribbled_on_after_a_crash_costs_misses_and_no_start(filled, p
         assert done.returncode == 0, done.stderr
 
 
-def test_an_index_of_another_boot_is_not_trusted(filled, clock, monkeypatch):
+def test_an_index_of_another_boot_is_not_trusted(filled, clock):
+    class Rebooted(FileDevice):
+        def boot_id(self) -> bytes:
+            return b"another boot"
+
     path, namespace, chains = filled
     (path / "index" / "data.mdb.xxh3").unlink()
-    boot_id = path.parent / "boot_id"
-    boot_id.write_text("another boot")
-    monkeypatch.setattr("kvstore.index._BOOT_ID_FILE", boot_id)
-    index = BlockIndex(
-        path / "index", json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"], 1 << 20
-    )
+    store_id = json.loads(json.loads((path / "catalog.json").read_text())["catalog"])["store_id"]
+    index = BlockIndex(path / "index", store_id, 1 << 20, Rebooted())
     assert not index.found.usable
     assert "machine stopped" in index.found.why
     index.close()
@@ -233,7 +235,21 @@ def test_a_segment_cut_short_loses_only_its_end(filled, clock, cut):
     store.close()
 
 
-@pytest.mark.parametrize("keep", [0, 10, 4096, 8192, 20_000])
+def test_a_segment_that_was_never_written_before_the_machine_stopped_is_removed(filled, clock, caplog):
+    path, namespace, chains = filled
+    (segment,) = (path / "segments").iterdir()
+    for blank in (b"", bytes(4096), bytes(100_000)):
+        other = path / "segments" / f"{len(blank):016x}.seg"
+        other.write_bytes(blank)
+        store = open_store(path, clock)
+        assert [file.name for file in (path / "segments").iterdir()] == [segment.name]
+        assert any("is removed" in record.message for record in caplog.records)
+        assert store.status().used_bytes == du_bytes(path)
+        store.close()
+    reopen_and_check(path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("keep", [10, 4096, 8192, 20_000])
 def test_a_segment_cut_inside_its_tables_is_set_aside_and_the_server_starts(filled, clock, keep, caplog):
     path, namespace, chains = filled
     (segment,) = (path / "segments").iterdir()
@@ -263,6 +279,28 @@ def test_damaged_rows_are_skipped_by_a_rebuild(filled, clock):
     store = open_store(path, clock)
     assert store.match(namespace, chains[0]).hit_length_blocks == 5
     assert get(store, namespace, chains[0])[1] == {5: "NOT_FOUND"}
+    store.close()
+
+
+@pytest.mark.parametrize("index_there", [True, False])
+def test_of_a_block_that_is_twice_in_a_segment_the_later_place_counts(tmp_path, clock, index_there):
+    """As after a crash between the commit of a block's new place and the flag on its old one."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 20)
+    put(store, namespace, chain)
+    (segment,) = store._segments.all()
+    segment.flag(np.arange(20), fmt.FLAG_EVICTED)
+    put(store, namespace, chain)
+    segment.uses[:20, 0] = 0
+    crash(store)
+    if not index_there:
+        shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock)
+    assert store.status().live.blocks == 20
+    (segment,) = store._segments.all()
+    assert segment.uses[:40, 0].tolist() == [fmt.FLAG_EVICTED] * 20 + [0] * 20
+    assert_whole(store, namespace, chain)
     store.close()
 
 
