@@ -191,12 +191,9 @@ class _Check:
             segment = self._open(name)
             trusted_slots = self._open(name, trust_seal=True).slot_count
         except CorruptDataDirError as error:
-            next_start = (
-                "removes it: its beginning is blank, nothing tells what it was"
-                if is_blank(self._paths[name])
-                else f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
-            )
-            self._broken_segment(SEGMENT_DAMAGED, name, str(error), next_start)
+            aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
+            blank = "removes it: nothing is in it, as after a power loss shortly after it was made"
+            self._broken_segment(SEGMENT_DAMAGED, name, str(error), blank if is_blank(self._paths[name]) else aside)
         except (ForeignSegmentError, FormatVersionError) as error:
             self._broken_segment(SEGMENT_FOREIGN, name, str(error), _REFUSES)
         except OSError as error:
