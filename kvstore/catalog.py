@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvstore.errors import ConfigError, CorruptDataDirError, FormatVersionError
-from kvstore.log.format import FORMAT_VERSION
+from kvstore.log.format import FORMAT_VERSION, wrong_version
 from kvstore.traffic import MAX_TRAFFIC_CLASSES, RefreshRule, TrafficClass
 from kvstore.types import ClassId, Namespace, NamespaceId, SegmentId
 from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceDigest, NamespaceSpec, ParallelDimension, ReplayMode
@@ -119,9 +119,7 @@ class Catalog:
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptDataDirError(f"{path} cannot be read ({error}); {fix}") from error
         if version != FORMAT_VERSION:
-            raise FormatVersionError(
-                f"{path}: format version {version}, this server reads and writes {FORMAT_VERSION}; use the server that wrote it"
-            )
+            raise FormatVersionError(wrong_version(str(path), version))
         if zlib.crc32(body.encode()) != crc:
             raise CorruptDataDirError(f"{path}: crc32 {zlib.crc32(body.encode()):#010x}, want {crc:#010x}; {fix}")
         return _from_json(json.loads(body))

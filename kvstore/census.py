@@ -1,126 +1,186 @@
-"""Counting and finding blocks across all segments, for operators. Reads tables, never payloads or the index."""
+"""Counting live blocks. Each segment has a summary that holds until something ends a block's life in it, so that status,
+quotas and the choice of what to reclaim do not walk all use tables.
+
+A summary is thrown away when the segment changes (appends, flags), when a TTL does, and at the moment its next block may expire.
+Uses only put that moment off, so they need not be noticed: the counts of a summary that stands are exact, and what was used
+since is worth more than it says. Dropped namespaces are left out when summaries are added up.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.expiry import class_uses
 from kvstore.log import format as fmt
-from kvstore.types import BlockAddr, BlockInfo, ClassUse, Usage
-from kvstore_api.limits import HASH_BYTES
-from kvstore_api.namespace import NamespaceDigest
+from kvstore.types import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
-    from kvstore.catalog import ClassRecord
+    from kvstore.clock import Clock
     from kvstore.expiry import TtlTable
     from kvstore.log.segment import Segment
 
 
-def total(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> Usage:
-    """Live blocks and their bytes."""
-    return _sum(_live_lengths(segment, live) for segment in segments)
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides whether a block is alive, but for its own row. Immutable; a change makes new ones."""
+
+    ttls: TtlTable
+    tenants: Mapping[int, str]  # of the namespaces that are not dropped, by their ids
+    live_ids: NDArray[np.uint32]  # those ids
 
 
-def by_class(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> dict[int, Usage]:
-    """The same by the class whose segments they are in."""
-    grouped: dict[int, list[NDArray[np.uint32]]] = {}
-    for segment in segments:
-        grouped.setdefault(segment.header.class_id, []).append(_live_lengths(segment, live))
-    return {class_id: _sum(lengths) for class_id, lengths in grouped.items()}
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The live blocks of one namespace in one segment."""
+
+    blocks: int
+    bytes: int
+    taken_bytes: int  # with padding
 
 
-def by_namespace(segments: Iterable[Segment], live: Callable[[Segment], NDArray[np.bool_]]) -> dict[int, Usage]:
-    """The same by namespace id."""
-    blocks: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    for segment in segments:
-        mask = live(segment)
-        ids, lengths = segment.namespace_ids[: len(mask)][mask], segment.lengths[: len(mask)][mask]
-        for namespace_id in np.unique(ids).tolist():
-            mine = ids == namespace_id
-            blocks[namespace_id] = blocks.get(namespace_id, 0) + int(mine.sum())
-            sizes[namespace_id] = sizes.get(namespace_id, 0) + int(lengths[mine].sum())
-    return {namespace_id: Usage(count, sizes[namespace_id]) for namespace_id, count in blocks.items()}
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a segment held at `as_of_s`."""
+
+    shares: Mapping[int, Share]  # by namespace id
+    worth: float  # at that time: the mean of the half of its live bytes that are worth least
+    fading: float  # what that loses a second while nothing is used
+    as_of_s: float
+    next_expiry_s: float
+    changes: int
+    ttls: TtlTable
 
 
-def _live_lengths(segment: Segment, live: Callable[[Segment], NDArray[np.bool_]]) -> NDArray[np.uint32]:
-    mask = live(segment)
-    return segment.lengths[: len(mask)][mask]  # slots may have been added meanwhile
+class Census:
+    """Summaries of all segments. For any thread."""
+
+    def __init__(self, rules: Callable[[], Rules], clock: Clock) -> None:
+        self._rules, self._clock = rules, clock
+        self._summaries: dict[int, Summary] = {}  # only ever replaced entry by entry
+
+    def of(self, segment: Segment) -> Summary:
+        """The segment's summary; its counts are right now, its worth may be out of date."""
+        known = self._summaries.get(segment.segment_id)
+        ttls = self._rules().ttls
+        if (
+            known is not None
+            and known.changes == segment.changes
+            and known.ttls is ttls
+            and self._clock.now_s() < known.next_expiry_s
+        ):
+            return known
+        return self.renew(segment)
+
+    def renew(self, segment: Segment) -> Summary:
+        """Count the segment again."""
+        summary = _summarize(segment, self._rules().ttls, self._clock.now_s())
+        self._summaries[segment.segment_id] = summary
+        return summary
+
+    def forget_others(self, segments: Iterable[Segment]) -> None:
+        """Keep summaries of these segments only."""
+        kept = {segment.segment_id for segment in segments}
+        for segment_id in [known for known in list(self._summaries) if known not in kept]:
+            self._summaries.pop(segment_id, None)
+
+    def live_shares(self, segment: Segment) -> dict[int, Share]:
+        """The segment's live blocks by namespace."""
+        tenants = self._rules().tenants
+        return {ns: share for ns, share in self.of(segment).shares.items() if ns in tenants}
+
+    def by_class(self, segments: Iterable[Segment]) -> dict[int, Usage]:
+        """Live blocks and their bytes by the class whose segments they are in."""
+        total: dict[int, Usage] = {}
+        for segment in segments:
+            for share in self.live_shares(segment).values():
+                total[segment.header.class_id] = _plus(total.get(segment.header.class_id), share)
+        return total
+
+    def by_namespace(self, segments: Iterable[Segment]) -> dict[int, Usage]:
+        """The same by namespace id."""
+        total: dict[int, Usage] = {}
+        for segment in segments:
+            for namespace_id, share in self.live_shares(segment).items():
+                total[namespace_id] = _plus(total.get(namespace_id), share)
+        return total
+
+    def total(self, segments: Iterable[Segment]) -> Usage:
+        """All of them."""
+        usages = self.by_class(segments).values()
+        return Usage(sum(u.blocks for u in usages), sum(u.bytes for u in usages), sum(u.taken_bytes for u in usages))
 
 
-def find(
-    segments: Iterable[Segment],
-    hash_prefix: bytes,
-    half_digit: int | None,
-    namespaces: Mapping[int, NamespaceDigest],
-    classes: Iterable[ClassRecord],
-    ttls: TtlTable,
-    now_s: float,
-) -> Iterator[BlockInfo]:
-    """Every slot whose prefix hash begins with `hash_prefix` (and then the 4 bits `half_digit`)."""
-    records = list(classes)
-    for segment in segments:
-        rows = segment.read_rows(0, segment.slot_count)
-        matches = np.ones(len(rows), dtype=bool)
-        hashes = np.frombuffer(rows["prefix_hash"].tobytes(), dtype=np.uint8).reshape(len(rows), HASH_BYTES)
-        for column, byte in enumerate(hash_prefix):
-            matches &= hashes[:, column] == byte
-        if half_digit is not None:
-            matches &= hashes[:, len(hash_prefix)] >> 4 == half_digit
-        matches &= fmt.valid_rows(rows, segment.segment_id) if matches.any() else False
-        for slot in np.flatnonzero(matches).tolist():
-            yield _describe(segment, slot, rows[slot], namespaces, records, ttls, now_s)
+def live_mask(segment: Segment, rules: Rules, now_s: float) -> NDArray[np.bool_]:
+    """Which slots are neither flagged, nor expired, nor of a dropped namespace."""
+    namespace_ids = segment.namespace_ids
+    live = rules.ttls.live(segment.uses[: len(namespace_ids)], now_s)
+    live &= np.isin(namespace_ids, rules.live_ids)
+    return live
 
 
-def _describe(
-    segment: Segment,
-    slot: int,
-    row: np.void,
-    namespaces: Mapping[int, NamespaceDigest],
-    classes: Iterable[ClassRecord],
-    ttls: TtlTable,
-    now_s: float,
-) -> BlockInfo:
-    use = segment.uses[slot]
-    namespace = namespaces.get(int(row["namespace_id"]))
-    if namespace is None:
-        state = "dropped"
-    elif use[0]:
-        state = "dead"
-    else:
-        state = "live" if ttls.live(use.reshape(1, -1), now_s)[0] else "expired"
-    uses = [
-        ClassUse(
-            record.traffic_class.name, int(use[record.class_id]), int(use[record.class_id]) + record.traffic_class.ttl_s
-        )
-        for record in classes
-        if use[record.class_id]
-    ]
-    return BlockInfo(
-        namespace=namespace if namespace is not None else _NO_NAMESPACE,
-        prefix_hash=row["prefix_hash"].tobytes(),
-        block=int(row["position"]),
-        size_bytes=int(row["length_bytes"]),
-        checksum=int(row["checksum"]),
-        addr=BlockAddr(segment.segment_id, slot),
-        create_time_s=int(row["create_time_s"]),
-        uses=uses,
-        state=state,
-        state_object=int(row["kind"]) == fmt.KIND_STATE,
+def expired_mask(segment: Segment, rules: Rules, now_s: float) -> NDArray[np.bool_]:
+    """Which slots no flag and no drop has ended, but time."""
+    live = live_mask(segment, rules, now_s)
+    kept: NDArray[np.bool_] = segment.uses[: len(live), fmt.USE_FLAGS] == 0
+    kept &= np.isin(segment.namespace_ids[: len(live)], rules.live_ids)
+    kept &= ~live
+    return kept
+
+
+def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
+    changes = segment.changes  # before anything is looked at
+    uses = segment.uses[: segment.slot_count]
+    _clamp(uses, now_s)
+    live = ttls.live(uses, now_s)
+    uses = uses[live]
+    if not len(uses):
+        return Summary({}, 0.0, 0.0, now_s, math.inf, changes, ttls)
+    expiry_s, worth, fading = ttls.prospects(uses, now_s)
+    lengths = uses[:, fmt.USE_LENGTH].astype(np.int64)
+    taken = taken_bytes(lengths)
+    ids, owner = np.unique(uses[:, fmt.USE_NAMESPACE], return_inverse=True)
+    blocks = np.bincount(owner)
+    sums = [np.bincount(owner, weights=column) for column in (lengths, taken)]
+    shares = {
+        int(namespace_id): Share(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
+    }
+    order = np.argsort(worth)
+    cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
+    weights = taken[cold] / taken[cold].sum()
+    return Summary(
+        shares=shares,
+        worth=float(weights @ worth[cold]),
+        fading=float(weights @ fading[cold]),
+        as_of_s=now_s,
+        next_expiry_s=float(expiry_s.min()),
+        changes=changes,
+        ttls=ttls,
     )
 
 
-_NO_NAMESPACE = NamespaceDigest(b"")  # a dropped namespace has no digest any more
+def _clamp(uses: NDArray[np.uint32], now_s: float) -> None:
+    """Uses in the future, noted by a clock that was ahead, count as of now: or their blocks would live as much longer."""
+    latest = np.uint32(min(math.ceil(now_s), 0xFFFFFFFF))
+    columns = class_uses(uses)
+    if columns.size and columns.max() > latest:
+        np.minimum(columns, latest, out=columns)
 
 
-def _sum(lengths: Iterable[NDArray[np.uint32]]) -> Usage:
-    blocks = size = 0
-    for part in lengths:
-        blocks += len(part)
-        size += int(part.sum())
-    return Usage(blocks, size)
+def taken_bytes(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """What payloads of these lengths take in the file: whole pages."""
+    pages: NDArray[np.int64] = -(-lengths.astype(np.int64) // fmt.ALIGNMENT_BYTES)
+    return pages * fmt.ALIGNMENT_BYTES
+
+
+def _plus(usage: Usage | None, share: Share) -> Usage:
+    if usage is None:
+        return Usage(share.blocks, share.bytes, share.taken_bytes)
+    return Usage(usage.blocks + share.blocks, usage.bytes + share.bytes, usage.taken_bytes + share.taken_bytes)

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
-CLASSES = "traffic_classes"
+CLASSES, TENANTS = "traffic_classes", "tenants"
+OTHER_TENANTS = "other"  # stands for every tenant that has no quota under its own name
 _CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _NUMBERS = (int, float, ByteSize)
 _SIZE = re.compile(r"([0-9]{1,30}) ?(?:([KMGT])i)?B?")
@@ -68,7 +69,30 @@ class _Section(BaseModel):
         return int(match[1]) << _SIZE_SHIFTS[match[2]]
 
 
-class TrafficClassConfig(_Section):
+class _QuotaConfig(_Section):
+    """How much of the capacity somebody may hold."""
+
+    share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the capacity that is its own: while it holds no more, its blocks are evicted after everybody else's.",
+    )
+    limit: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of the capacity that it can hold at most: puts beyond it are rejected as QUOTA_EXCEEDED.",
+    )
+
+    @model_validator(mode="after")
+    def _share_fits_limit(self) -> Self:
+        if self.share > self.limit:
+            raise ValueError(f"share is {self.share:g}, more than limit, which is {self.limit:g}")
+        return self
+
+
+class TrafficClassConfig(_QuotaConfig):
     """One traffic class."""
 
     ttl_s: int = Field(
@@ -77,6 +101,10 @@ class TrafficClassConfig(_Section):
     refresh: Literal["on_access", "on_write"] = Field(
         "on_access", description="What counts as a use: a match or put (on_access), or storing alone (on_write)."
     )
+
+
+class TenantConfig(_QuotaConfig):
+    """One tenant's quota."""
 
 
 DEFAULT_TRAFFIC_CLASSES = {
@@ -102,6 +130,18 @@ class StoreConfig(_Section):
         description="Bytes per segment file at most; larger segments mean fewer files and coarser reclaim. "
         "Never more than 1/16 of the capacity is used.",
     )
+    high_watermark: float = Field(
+        0.98,
+        gt=0,
+        le=1,
+        description="Share of the capacity from which on space is reclaimed ahead of need, so that puts need not wait for it.",
+    )
+    low_watermark: float = Field(
+        0.96,
+        gt=0,
+        le=1,
+        description="Share of the capacity down to which it is then reclaimed; a lower one frees more at a time.",
+    )
     durability: Literal["memory", "sync"] = Field(
         "memory",
         description="What an acknowledged block survives: death of the process (memory), or also power loss (sync; slower).",
@@ -122,6 +162,15 @@ class StoreConfig(_Section):
         if self.lease_s > self.lease_max_s:
             raise ValueError(
                 f"store.lease_s is {self.lease_s:g}, more than store.lease_max_s, which is {self.lease_max_s:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _watermarks_fit(self) -> Self:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"store.low_watermark is {self.low_watermark:g}, more than store.high_watermark, "
+                f"which is {self.high_watermark:g}"
             )
         return self
 
@@ -252,7 +301,28 @@ class ServerConfig(_Section):
     traffic_classes: dict[str, TrafficClassConfig] = Field(
         DEFAULT_TRAFFIC_CLASSES, description="Classes by name; yours are added to the defaults and may change them."
     )
+    tenants: dict[str, TenantConfig] = Field(
+        {}, description=f"Quotas by tenant; {OTHER_TENANTS!r} is that of every tenant not named."
+    )
     log: LogSection = LogSection()
+
+    @field_validator("tenants")
+    @classmethod
+    def _tenants_are_named(cls, value: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        if "" in value:
+            raise ValueError("bad tenant name '': a tenant's name is not empty")
+        return value
+
+    @model_validator(mode="after")
+    def _shares_fit(self) -> Self:
+        for section, quotas in ((CLASSES, self.traffic_classes), (TENANTS, self.tenants)):
+            shares = {name: quota.share for name, quota in quotas.items() if quota.share and name != OTHER_TENANTS}
+            if sum(shares.values()) > 1 + 1e-9:
+                named = ", ".join(f"{section}.{name}.share = {share:g}" for name, share in shares.items())
+                raise ValueError(
+                    f"the shares add up to {sum(shares.values()):g}, more than the whole capacity: {named}"
+                )
+        return self
 
     @field_validator("traffic_classes")
     @classmethod
@@ -330,17 +400,26 @@ def environment_name(key: Key) -> str:
     return ENVIRONMENT_PREFIX + "__".join(key).upper()
 
 
-def known_keys(class_names: Sequence[str] = tuple(DEFAULT_TRAFFIC_CLASSES)) -> list[Key]:
-    """Every key, with those of the named traffic classes."""
+def known_keys(
+    class_names: Sequence[str] = tuple(DEFAULT_TRAFFIC_CLASSES), tenant_names: Sequence[str] = ()
+) -> list[Key]:
+    """Every key, with those of the named traffic classes and tenants."""
     keys: list[Key] = []
+    names = {CLASSES: class_names, TENANTS: tenant_names}
     for section, field in ServerConfig.model_fields.items():
-        if section == CLASSES:
-            keys += [(CLASSES, name, key) for name in class_names for key in TrafficClassConfig.model_fields]
+        if section in _NAMED:
+            keys += [(section, name, key) for name in names[section] for key in _key_order(_NAMED[section])]
         else:
             assert isinstance(field.annotation, type)
             assert issubclass(field.annotation, BaseModel)
             keys += [(section, key) for key in field.annotation.model_fields]
     return keys
+
+
+def _key_order(section: type[_Section]) -> list[str]:
+    """A table's keys, its own before those it has in common with others."""
+    own = [key for key in section.model_fields if key not in _QuotaConfig.model_fields]
+    return own + [key for key in section.model_fields if key in _QuotaConfig.model_fields]
 
 
 def _file_settings(path: Path) -> list[Setting]:
@@ -387,9 +466,12 @@ def _nest(settings: Iterator[Setting] | Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _refuse_unknown(given: Sequence[Setting]) -> None:
-    class_names = [setting.key[1] for setting in given if setting.key[0] == CLASSES and len(setting.key) > 1]
-    known = known_keys([*DEFAULT_TRAFFIC_CLASSES, *class_names])
-    tables = {key[:length] for key in known for length in range(1, len(key))}
+    named = {
+        section: [setting.key[1] for setting in given if setting.key[0] == section and len(setting.key) > 1]
+        for section in _NAMED
+    }
+    known = known_keys([*DEFAULT_TRAFFIC_CLASSES, *named[CLASSES]], named[TENANTS])
+    tables = {key[:length] for key in known for length in range(1, len(key))} | {(TENANTS,)}
     problems = []
     for setting in given:
         if setting.key in tables:
@@ -427,9 +509,9 @@ def _wrong_type(setting: Setting) -> str:
 
 def _type_of(key: Key) -> object:
     """The annotation of a known key's field; None for a table."""
-    if len(key) != (3 if key[0] == CLASSES else 2):
+    if len(key) != (3 if key[0] in _NAMED else 2):
         return None
-    section = TrafficClassConfig if key[0] == CLASSES else ServerConfig.model_fields[key[0]].annotation
+    section = _NAMED[key[0]] if key[0] in _NAMED else ServerConfig.model_fields[key[0]].annotation
     assert isinstance(section, type)
     assert issubclass(section, BaseModel)
     return section.model_fields[key[-1]].annotation
@@ -498,7 +580,7 @@ def _origin_of_table(key: Key, merged: Mapping[Key, Setting]) -> str:
 
 
 def _with_origins(config: ServerConfig, origins: Mapping[Key, str]) -> Iterator[Setting]:
-    for key in known_keys(list(config.traffic_classes)):
+    for key in known_keys(list(config.traffic_classes), list(config.tenants)):
         value: Any = config
         for name in key:
             value = value[name] if isinstance(value, dict) else getattr(value, name)
@@ -512,4 +594,5 @@ def _size_text(size: int, space: str = "") -> str:
     return f"{size}{space}B"
 
 
+_NAMED: dict[str, type[_Section]] = {CLASSES: TrafficClassConfig, TENANTS: TenantConfig}
 _DEFAULTS = {CLASSES: {name: traffic.model_dump() for name, traffic in DEFAULT_TRAFFIC_CLASSES.items()}}

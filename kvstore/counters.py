@@ -21,7 +21,9 @@ COUNTERS = (
     "blocks_expired",
     "blocks_evicted",
     "blocks_deleted",
+    "blocks_moved",
     "segments_reclaimed",
+    "segments_dropped_whole",
     "bytes_reclaimed",
     "bytes_written",
 )

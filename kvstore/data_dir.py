@@ -10,6 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from kvstore.catalog import CATALOG_FILE, Catalog
+from kvstore.clock_file import CLOCK_FILE
 from kvstore.errors import ConfigError, CorruptDataDirError, DataDirLockedError, NotADataDirError
 from kvstore.index import INDEX_FILES
 from kvstore.log.device import SCRATCH_SUFFIX
@@ -24,7 +25,7 @@ LOCK_FILE = "LOCK"
 SEGMENTS_DIR = "segments"
 INDEX_DIR = "index"
 _CATALOG_SCRATCH = CATALOG_FILE + SCRATCH_SUFFIX
-_EXPECTED = {CATALOG_FILE, _CATALOG_SCRATCH, LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+_EXPECTED = {CATALOG_FILE, _CATALOG_SCRATCH, LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
 
 
 class DataDir:
@@ -74,7 +75,8 @@ class DataDir:
 
     def small_files_bytes(self) -> int:
         """What `du` counts for everything but segment files and the index's files."""
-        entries = [self.path, self.segments, self.index, self.path / CATALOG_FILE, self.path / LOCK_FILE]
+        files = [self.path / name for name in (CATALOG_FILE, LOCK_FILE, CLOCK_FILE)]
+        entries = [self.path, self.segments, self.index, *files]
         return sum(entry.stat().st_blocks * 512 for entry in entries if entry.exists())
 
     def close(self) -> None:
@@ -111,7 +113,7 @@ def held_still(path: Path) -> Iterator[None]:
 
 def leftovers(path: Path) -> list[Path]:
     """Files in a data directory that the store does not use: what was set aside, half-written or put there by others."""
-    known = {CATALOG_FILE, LOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
+    known = {CATALOG_FILE, LOCK_FILE, CLOCK_FILE, SEGMENTS_DIR, INDEX_DIR, "lost+found"}
     found = [entry for entry in path.iterdir() if entry.name not in known]
     for directory, is_known in ((SEGMENTS_DIR, _is_segment), (INDEX_DIR, _is_index_file)):
         if (path / directory).is_dir():

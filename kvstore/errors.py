@@ -45,6 +45,12 @@ class StoreFullError(KvStoreError):
     retryable = True
 
 
+class QuotaExceededError(KvStoreError):
+    """A traffic class or tenant holds all it may; names the key that says how much that is."""
+
+    reason = "QUOTA_EXCEEDED"
+
+
 class OverloadedError(KvStoreError):
     """Too much is waiting already."""
 

@@ -38,6 +38,8 @@ INDEX_MISSING = "INDEX_MISSING"
 SEGMENT_DAMAGED = "SEGMENT_DAMAGED"
 SEGMENT_FOREIGN = "SEGMENT_FOREIGN"
 SEGMENT_UNREADABLE = "SEGMENT_UNREADABLE"
+SEAL_WRONG = "SEAL_WRONG"
+USE_ROW_WRONG = "USE_ROW_WRONG"
 NOT_INDEXED = "NOT_INDEXED"
 ENTRY_WRONG = "ENTRY_WRONG"
 
@@ -186,6 +188,7 @@ class _Check:
         file = f"{SEGMENTS_DIR}/{name}"
         try:
             segment = self._open(name)
+            trusted_slots = self._open(name, trust_seal=True).slot_count
         except CorruptDataDirError as error:
             aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
             self._broken_segment(SEGMENT_DAMAGED, name, str(error), aside)
@@ -201,16 +204,50 @@ class _Check:
                 self._report.retired_segments += 1
                 return
             self._report.slots += segment.slot_count
+            self._check_seal(segment, file, trusted_slots)
+            self._check_use_rows(segment, file)
             self._check_blocks(segment, file, done)
             if env is not None:
                 self._check_lookups(segment, file, state, env)
 
-    def _open(self, name: str) -> Segment:
-        return Segment.open(self._paths[name], self._device, bytes.fromhex(self._catalog.store_id))
+    def _open(self, name: str, *, trust_seal: bool = False) -> Segment:
+        """By its rows, unless the seal is trusted, as a start after an orderly stop does."""
+        return Segment.open(
+            self._paths[name], self._device, bytes.fromhex(self._catalog.store_id), trust_seal=trust_seal
+        )
 
     def _broken_segment(self, kind: str, name: str, detail: str, next_start: str) -> None:
         self._broken.add(name)
         self._find(kind, f"{SEGMENTS_DIR}/{name}", detail, next_start)
+
+    def _check_seal(self, segment: Segment, file: str, trusted_slots: int) -> None:
+        """The seal says how many slots there are; only an append that failed, and flagged its slots, may lie behind it."""
+        first, end = sorted((segment.slot_count, trusted_slots))
+        if self._alive.unexpired(segment.uses[first:end]).any():
+            detail = f"its seal says {trusted_slots} slots, its rows say {segment.slot_count}"
+            self._find(
+                SEAL_WRONG,
+                file,
+                detail,
+                "believes the seal; what lies behind is not counted, and lost when it is reclaimed",
+                segment.segment_id,
+            )
+
+    def _check_use_rows(self, segment: Segment, file: str) -> None:
+        """What a use row repeats of its row, for counting."""
+        for first_slot in range(0, segment.slot_count, _ROWS_PER_STEP):
+            here = slice(first_slot, min(first_slot + _ROWS_PER_STEP, segment.slot_count))
+            try:
+                rows = segment.read_rows(first_slot, here.stop - first_slot)
+            except OSError:
+                return  # told when the blocks are checked
+            wrong = (rows["namespace_id"] != segment.namespace_ids[here]) | (
+                rows["length_bytes"] != segment.lengths[here]
+            )
+            wrong &= self._alive.unexpired(segment.uses[here]) & whole_rows(segment, rows, first_slot)
+            for at in np.flatnonzero(wrong).tolist():
+                damage = Damage(first_slot + at, USE_ROW_WRONG, rows[at])
+                self._find_block(USE_ROW_WRONG, segment, file, damage, "serves it, but counts it wrongly")
 
     def _check_blocks(self, segment: Segment, file: str, done: int) -> None:
         report = self._report
@@ -315,6 +352,7 @@ class _Check:
 
 
 _DETAILS = {
+    USE_ROW_WRONG: "its use row names another namespace or length than its row",
     "ROW_DAMAGED": "its row is damaged, so nobody knows which block it was",
     "BAD_CHECKSUM": "its bytes are not those that were stored",
     "TRUNCATED": "the file ends before it does",

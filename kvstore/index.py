@@ -347,9 +347,9 @@ def read_entries(cursor: Any, after: bytes, limit: int) -> list[tuple[bytes, Blo
     if there and cursor.key() == after:
         there = cursor.next()
     found = list(islice(cursor.iternext(), limit)) if there else []
-    for key, value in found:
-        if (len(key), len(value)) != ENTRY_BYTES:
-            raise lmdb.CorruptedError(f"an entry of {len(key)} and {len(value)} bytes")
+    for key, _ in found:
+        if len(key) != KEY_BYTES:
+            raise lmdb.CorruptedError(f"an entry's key of {len(key)} bytes")
     return [(key, _unpack(value)) for key, value in found]
 
 
@@ -460,7 +460,7 @@ def _pack(addr: BlockAddr) -> bytes:
 
 def _unpack(value: bytes) -> BlockAddr:
     if len(value) != _ADDR.size:
-        raise lmdb.CorruptedError(f"an entry of {len(value)} bytes")
+        raise lmdb.CorruptedError(f"an entry's value of {len(value)} bytes")
     (packed,) = _ADDR.unpack(value)
     return BlockAddr(SegmentId(packed >> _SLOT_BITS), packed & _SLOT_MASK)
 

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore import census
+from kvstore.census import taken_bytes
 from kvstore.errors import KvStoreError
 from kvstore.index import row_keys
 from kvstore.log import format as fmt
 from kvstore.log.check import whole_rows
+from kvstore.log.segments import DAMAGED_SUFFIX
 from kvstore.types import BlockAddr, InvariantReport, SegmentId, Usage
 from kvstore_api.limits import HASH_BYTES
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.census import Census
     from kvstore.clock import Clock
     from kvstore.index import BlockIndex
     from kvstore.log.segment import Segment
@@ -68,6 +70,7 @@ class InvariantCheck:
         directory: Path,
         segments: SegmentSet,
         index: BlockIndex,
+        census: Census,
         clock: Clock,
         *,
         live: Callable[[Segment], NDArray[np.bool_]],
@@ -75,7 +78,8 @@ class InvariantCheck:
         segment_ids_end: Callable[[], int],
         on_writer: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._directory, self._segments, self._index, self._clock = directory, segments, index, clock
+        self._directory, self._segments, self._index = directory, segments, index
+        self._census, self._clock = census, clock
         self._live, self._used_bytes = live, used_bytes
         self._segment_ids_end, self._on_writer = segment_ids_end, on_writer
         self._segment_count = self._slots = self._live_blocks = self._entries = self._stale = 0
@@ -162,7 +166,7 @@ class InvariantCheck:
 
     def _check_end(self, segment: Segment, slot: int) -> None:
         """No row lies behind the last slot, unless an append failed there, which flagged it."""
-        if slot != segment.slot_count or slot == segment.header.row_capacity or segment.uses[slot, 0]:
+        if slot != segment.slot_count or slot == segment.header.row_capacity or segment.uses[slot, fmt.USE_FLAGS]:
             return
         if segment.read_rows(slot, 1)["magic"][0]:
             self._violated(
@@ -194,10 +198,11 @@ class InvariantCheck:
 
     def _check_census(self, segment: Segment) -> None:
         for _ in range(_RECOUNTS):
-            counted = _sum(census.by_class([segment], self._live).values())
-            by_namespace = _sum(census.by_namespace([segment], self._live).values())
+            counted = _sum(self._census.by_class([segment]).values())
+            by_namespace = _sum(self._census.by_namespace([segment]).values())
             live = self._live(segment)
-            recount = Usage(int(live.sum()), int(segment.lengths[: len(live)][live].sum(dtype=np.int64)))
+            lengths = segment.lengths[: len(live)][live].astype(np.int64)
+            recount = Usage(len(lengths), int(lengths.sum()), int(taken_bytes(lengths).sum()))
             if counted == by_namespace == recount:
                 return
             # A second may have ended in between, and blocks with it.
@@ -256,18 +261,25 @@ class InvariantCheck:
         """What lies beside the segments in the directory, and no segment file that nothing knows."""
         accounted = sum(self._segments.accounted().values())
         known = {segment.path for segment in self._segments.all()}
-        beside_bytes = _taken_bytes(self._directory)
+        beside_bytes, aside_bytes = _taken_bytes(self._directory), 0
         for path in self._directory.rglob("*"):
-            if path.suffix != ".seg":
+            if path.suffix == DAMAGED_SUFFIX:
+                aside_bytes += _taken_bytes(path)
+            elif path.suffix != ".seg":
                 beside_bytes += _taken_bytes(path)
             elif path not in known:
                 self._violated(f"{path.name}: is in the directory, but nothing knows it")
-        self._accounted_bytes = self._used_bytes()
-        self._allocated_bytes += beside_bytes
-        if beside_bytes > self._accounted_bytes - accounted + _BESIDE_SLACK_BYTES:
+        self._accounted_bytes, in_segments = self._used_bytes(), self._segments.used_bytes()
+        self._allocated_bytes += beside_bytes + aside_bytes
+        if in_segments != accounted + aside_bytes:
+            self._violated(
+                f"{in_segments} bytes are counted for all segment files, {accounted} for each of them added up and "
+                f"{aside_bytes} for those set aside"
+            )
+        if beside_bytes > self._accounted_bytes - in_segments + _BESIDE_SLACK_BYTES:
             self._violated(
                 f"{self._directory}: takes {beside_bytes} bytes beside its segments, "
-                f"{self._accounted_bytes - accounted} are counted for it"
+                f"{self._accounted_bytes - in_segments} are counted for it"
             )
 
 
@@ -328,14 +340,14 @@ def _runs(wanted: Sequence[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes
 
 
 def _sum(parts: Iterable[Usage]) -> Usage:
-    blocks = size = 0
+    blocks = size = taken = 0
     for part in parts:
-        blocks, size = blocks + part.blocks, size + part.bytes
-    return Usage(blocks, size)
+        blocks, size, taken = blocks + part.blocks, size + part.bytes, taken + part.taken_bytes
+    return Usage(blocks, size, taken)
 
 
 def _amount(usage: Usage) -> str:
-    return f"{usage.blocks} live blocks of {usage.bytes} bytes"
+    return f"{usage.blocks} live blocks of {usage.bytes} bytes in {usage.taken_bytes}"
 
 
 def named(key: bytes) -> str:

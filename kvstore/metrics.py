@@ -43,7 +43,9 @@ STORE_COUNTERS = {
     "blocks_expired": "Blocks dropped because their time to live had passed.",
     "blocks_evicted": "Blocks dropped to make room, or on an operator's order.",
     "blocks_deleted": "Blocks dropped because a caller deleted them or their namespace.",
+    "blocks_moved": "Blocks written again because their segment was reclaimed.",
     "segments_reclaimed": "Segment files whose space was given back.",
+    "segments_dropped_whole": "Of those, segments from which nothing was moved.",
     "bytes_reclaimed": "Bytes of those files.",
     "bytes_written": "Bytes written to segment files, moves and tables included; over bytes_stored: write amplification.",
 }
@@ -157,6 +159,11 @@ def _status_metrics(status: StoreStatus) -> Iterator[Metric]:
         "kvstore_retiring_bytes",
         "Of those, bytes of files that only wait for leases to pass.",
         value=status.retiring_bytes,
+    )
+    yield GaugeMetricFamily(
+        "kvstore_clock_ahead_seconds",
+        "How far the store's time is ahead of the wall clock; negative while a jump of the clock is not believed yet.",
+        value=status.clock_ahead_s,
     )
     yield GaugeMetricFamily("kvstore_live_blocks", "Live blocks and state objects.", value=status.live.blocks)
     yield GaugeMetricFamily("kvstore_live_bytes", "Payload bytes of those.", value=status.live.bytes)

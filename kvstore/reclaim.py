@@ -1,67 +1,71 @@
 """Space comes back by whole segments: dead blocks are dropped, live ones worth it are appended again, the file is unlinked.
 
-One mechanism for TTL, capacity, eviction and delete. Which segment: one that is more than a quarter dead, the deadest first, before
-anything live is lost; else the coldest, judged by the median last use of its live blocks. Of that one the blocks used more
-recently than most of the store are kept (a system prompt that everyone shares lies among its first writer's cold blocks), up to
-half of it, so that reclaiming always gains; the rest is evicted.
+One mechanism for TTL, capacity, quotas, eviction and delete. A segment in which nothing lives any more goes at once; because
+segments are filled by class and time, that is how most blocks leave whose TTL has passed. When room is needed, a segment that is
+more than a quarter dead is given back first, the deadest before others, by moving what lives in it: nothing is lost. Else the one
+that is worth least (see `worth.py`) goes; what is worth more than is typical for the store is moved, the rest evicted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.census import expired_mask, live_mask
 from kvstore.errors import KvStoreError, StoreFullError
-from kvstore.expiry import last_use_s
-from kvstore.index import row_key
+from kvstore.index import row_keys
 from kvstore.log import format as fmt
 from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
+from kvstore.worth import payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from kvstore.census import Census, Rules
     from kvstore.clock import Clock
+    from kvstore.config import StoreConfig
     from kvstore.counters import StoreCounters
     from kvstore.index import BlockIndex
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
     from kvstore.log.writer import LogWriter
+    from kvstore.quotas import QuotaBook
 
 _log = logging.getLogger(__name__)
 
 # Before anything live is evicted, dead space is given back down to this share of live blocks; unasked, only below the other.
 _COMPACT_BELOW_LIVE_SHARE = 0.75
 _SWEEP_BELOW_LIVE_SHARE = 0.5
-_KEEP_SHARE_MAX = 0.5
+# With no more than this part of its TTL left to any block, a segment is not worth compacting unasked.
+_EXPIRES_SOON_WORTH = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
-_AHEAD_SHARE = 1 / 32  # of the capacity, kept free or on its way to be, so that puts need not wait for leases
 _RECLAIMS_PER_TICK = 4
-_TICKS_PER_SWEEP = 10
+_TICKS_PER_COMPACTION = 10
 
 
 @dataclass(frozen=True, slots=True)
-class _Worth:
-    """A segment as a candidate: what reclaiming it would cost and gain."""
+class _Candidate:
+    """A segment that could be reclaimed, and what lives in it."""
 
     segment: Segment
-    live: NDArray[np.bool_]
     live_bytes: int  # with padding
-    live_share: float
+    worth: float  # at least
 
-    def median_use_s(self) -> float:
-        """When the typical live block was used last; 0 if none is alive."""
-        uses = last_use_s(self.segment.uses[: self.segment.slot_count][self.live])
-        return float(np.median(uses)) if len(uses) else 0.0
+    @property
+    def live_share(self) -> float:
+        """Of the payload bytes that the file takes."""
+        return self.live_bytes / payload_bytes(self.segment)
 
 
 class Reclaimer:
-    """Keeps the directory under its cap. All methods are for the writer thread, but `used_bytes` and `live`."""
+    """Keeps the directory under its cap. All methods are for the writer thread, but `used_bytes`."""
 
     def __init__(
         self,
@@ -69,21 +73,26 @@ class Reclaimer:
         index: BlockIndex,
         clock: Clock,
         counters: StoreCounters,
+        census: Census,
+        quotas: QuotaBook,
         *,
-        capacity_bytes: int,
+        config: StoreConfig,
         small_files_bytes: Callable[[], int],
-        live: Callable[[Segment], NDArray[np.bool_]],
-        expired: Callable[[Segment], NDArray[np.bool_]],
+        rules: Callable[[], Rules],
     ) -> None:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
-        self._capacity_bytes = capacity_bytes
-        self._small_files_bytes = small_files_bytes
-        self._live, self._expired = live, expired
+        self._census, self._quotas = census, quotas
+        self._small_files_bytes, self._rules = small_files_bytes, rules
         self._ticks = 0
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
+        self._capacity_bytes = config.capacity
         # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
-        self._headroom_bytes = segments.segment_size_bytes * 3 // 4 + min(_INDEX_SLACK_BYTES, capacity_bytes // 16)
-        self._ahead_bytes = int(_AHEAD_SHARE * capacity_bytes)
+        headroom_bytes = segments.segment_size_bytes * 3 // 4 + min(_INDEX_SLACK_BYTES, config.capacity // 16)
+        self._put_limit_bytes = config.capacity - headroom_bytes
+        # Puts need not wait for leases to pass while there is room between the high mark and the limit.
+        self._high_bytes = min(int(config.high_watermark * config.capacity), self._put_limit_bytes)
+        self._low_bytes = self._high_bytes - int((config.high_watermark - config.low_watermark) * config.capacity)
+        self._above_low = False  # reclaiming from the high mark down to the low one
 
     def used_bytes(self) -> int:
         """Allocated bytes of the whole directory, as `du` counts."""
@@ -91,83 +100,133 @@ class Reclaimer:
 
     def make_room(self, need_bytes: int, writer: LogWriter) -> None:
         """Reclaim until `need_bytes` more fit. Raises: StoreFullError: nothing more can be reclaimed now."""
-        limit = self._capacity_bytes - self._headroom_bytes
+        limit = self._put_limit_bytes
         if self.used_bytes() + need_bytes <= limit:
             return
         self._segments.reap(self._clock.now_s())
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
-            enough_coming = used - coming + need_bytes <= limit - self._ahead_bytes
-            if need_bytes > limit or enough_coming or not self._reclaim_one(writer):
+            enough_coming = used - coming + need_bytes <= self._low_bytes
+            if need_bytes > limit or enough_coming or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
                     f"{coming} wait for leases to pass and nothing more can be reclaimed now"
                 )
 
     def tick(self, writer: LogWriter) -> None:
-        """Once a second: finish what waited for leases, keep ahead of the cap, and now and then look for dead space."""
+        """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
-        limit = self._capacity_bytes - self._headroom_bytes - self._ahead_bytes
-        for _ in range(_RECLAIMS_PER_TICK):
-            if self.used_bytes() - self._segments.retiring_bytes() <= limit or not self._reclaim_one(writer):
-                break
+        self._census.forget_others(self._segments.all())
+        self._quotas.refresh()
+        self._keep_ahead(writer)
         self._drop_obsolete()
+        self._drop_dead(writer)
         self._ticks += 1
-        if self._ticks % _TICKS_PER_SWEEP == 0:
-            self.sweep(writer)
+        if self._ticks % _TICKS_PER_COMPACTION == 0:
+            self._compact_one(writer)
             self._index.clear_dead_readers()
 
-    def sweep(self, writer: LogWriter) -> None:
-        """Give back dead space. Walks all use tables, so it is not for every tick."""
-        dead = [worth for worth in self._candidates(writer) if worth.live_share < _SWEEP_BELOW_LIVE_SHARE]
-        for worth in sorted(dead, key=lambda worth: worth.live_share):
-            # Whatever is wholly dead goes at once; of the others one a sweep, because moving blocks costs writes.
-            self._reclaim(worth, worth.live, writer, may_lose=False)
-            if worth.live_bytes:
+    def _keep_ahead(self, writer: LogWriter) -> None:
+        """From the high mark down to the low one, a few segments a tick."""
+        for _ in range(_RECLAIMS_PER_TICK):
+            used = self.used_bytes() - self._segments.retiring_bytes()
+            self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
+            if not self._above_low or not self._reclaim_one(writer, urgent=False):
                 break
 
-    def _reclaim_one(self, writer: LogWriter) -> bool:
+    def sweep(self, writer: LogWriter) -> None:
+        """Give back dead space now."""
+        self._drop_dead(writer)
+        self._compact_one(writer)
+
+    def _drop_dead(self, writer: LogWriter) -> None:
+        for candidate in self._candidates(writer):
+            if not candidate.live_bytes:
+                self._reclaim(candidate.segment, keep=None, writer=writer)
+
+    def _compact_one(self, writer: LogWriter) -> None:
+        """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
+        dead = [c for c in self._candidates(writer) if c.live_share < _SWEEP_BELOW_LIVE_SHARE]
+        for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
+            if self._best_worth(candidate.segment) > _EXPIRES_SOON_WORTH:
+                self._compact(candidate.segment, writer)
+                break
+
+    def _best_worth(self, segment: Segment) -> float:
+        rules, now_s = self._rules(), self._clock.now_s()
+        live = live_mask(segment, rules, now_s)
+        _, worth, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
+        return float(worth.max(initial=0))
+
+    def _reclaim_one(self, writer: LogWriter, *, urgent: bool) -> bool:
         """Reclaim the segment that costs least; False if there is none.
 
-        Those that no lease names come first, because their space is there at once; a leased one keeps its file for a while.
+        When it is urgent, those that no lease names come first, because their space is there at once. Else a lease makes no
+        difference: a prompt that everyone uses is always leased, and would save the cold blocks around it for ever.
         """
-        now_s = self._clock.now_s()
-        everything = self._candidates(writer)
-        worths = [worth for worth in everything if worth.segment.lease_until_s < now_s] or everything
-        if not worths:
-            return False
-        deadest = min(worths, key=lambda worth: worth.live_share)
-        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE and self._reclaim(
-            deadest, deadest.live, writer, may_lose=False
-        ):
+        if self._segments.drop_damaged():
             return True
-        uses_s = [worth.median_use_s() for worth in worths]
-        coldest = worths[int(np.argmin(uses_s))]
-        self._reclaim(coldest, _worth_keeping(coldest, float(np.median(uses_s))), writer, may_lose=True)
+        now_s = self._clock.now_s()
+        self._quotas.refresh()
+        candidates = self._candidates(writer)
+        if urgent:
+            candidates = [c for c in candidates if c.segment.lease_until_s < now_s] or candidates
+        if not candidates:
+            return False
+        deadest = min(candidates, key=lambda candidate: candidate.live_share)
+        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE and self._compact(deadest.segment, writer):
+            return True
+        typical = float(np.median([candidate.worth for candidate in candidates]))
+        victim = self._least_worth(candidates)
+        self._reclaim(victim.segment, self._worth_keeping(victim, typical), writer)
         return True
 
-    def _candidates(self, writer: LogWriter) -> list[_Worth]:
-        """Segments that nobody appends to and whose rows the index knows."""
-        worths = []
-        for segment in self._segments.all():
-            if segment.state != fmt.STATE_SEALED or segment.segment_id in writer.uncommitted or segment.unreadable:
-                self._seal_if_dead(segment, writer)
-                continue
-            live = self._live(segment)
-            live_bytes = int(_taken_bytes(segment.lengths[: len(live)][live]).sum())
-            share = live_bytes / max(1, segment.end_bytes - segment.layout.payload_offset)
-            worths.append(_Worth(segment, live, live_bytes, share))
-        return worths
+    def _candidates(self, writer: LogWriter) -> list[_Candidate]:
+        """Segments with blocks whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
+        return [
+            self._candidate(segment)
+            for segment in self._segments.all()
+            if segment.state != fmt.STATE_RETIRED
+            and (segment.slot_count or segment.state == fmt.STATE_SEALED)
+            and segment.segment_id not in writer.uncommitted
+            and not segment.unreadable
+        ]
 
-    def _seal_if_dead(self, segment: Segment, writer: LogWriter) -> None:
-        if segment.state == fmt.STATE_OPEN and segment.slot_count and not self._live(segment).any():
-            class_id = writer.open_class_of(segment)
-            if class_id is not None:
-                writer.seal(class_id)
+    def _candidate(self, segment: Segment) -> _Candidate:
+        live_bytes = sum(share.taken_bytes for share in self._census.live_shares(segment).values())
+        summary = self._census.of(segment)
+        protected_bytes = self._quotas.protected_bytes(segment, summary)
+        return _Candidate(segment, live_bytes, segment_worth(summary, self._clock.now_s(), live_bytes, protected_bytes))
 
-    def _reclaim(self, worth: _Worth, keep: NDArray[np.bool_], writer: LogWriter, *, may_lose: bool) -> bool:
-        """Move the blocks to keep, drop the index entries of the others, retire the file.
+    def _least_worth(self, candidates: list[_Candidate]) -> _Candidate:
+        """The one that is worth least now. Only those are counted again that look like it."""
+        by_bound = sorted(candidates, key=lambda candidate: candidate.worth)
+        best, best_worth = by_bound[0], math.inf
+        for candidate in by_bound:
+            if candidate.worth >= best_worth:
+                break
+            self._census.renew(candidate.segment)
+            renewed = self._candidate(candidate.segment)
+            if renewed.worth < best_worth:
+                best, best_worth = renewed, renewed.worth
+        return best
+
+    def _worth_keeping(self, victim: _Candidate, typical: float) -> NDArray[np.bool_]:
+        segment, rules, now_s = victim.segment, self._rules(), self._clock.now_s()
+        protected = self._quotas.protected_namespaces(segment, self._census.live_shares(segment))
+        live = live_mask(segment, rules, now_s)
+        return worth_keeping(segment, live, protected, rules.ttls, typical, now_s)
+
+    def _compact(self, segment: Segment, writer: LogWriter) -> bool:
+        """Reclaim a segment by moving all that lives in it; False if that cannot be done now."""
+        live = live_mask(segment, self._rules(), self._clock.now_s())
+        return self._reclaim(segment, live, writer, may_lose=False)
+
+    def _reclaim(
+        self, segment: Segment, keep: NDArray[np.bool_] | None, writer: LogWriter, *, may_lose: bool = True
+    ) -> bool:
+        """Move the blocks to keep, if any, drop the index entries of the others, retire the file.
 
         Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full, say.
         Returns: False if the segment was left as it is.
@@ -176,7 +235,7 @@ class Reclaimer:
         match that runs meanwhile either sees the new place, or has its lease seen here. Deletes and evictions run on this thread
         too, so no flag is set on a block while it moves.
         """
-        segment = worth.segment
+        writer.seal_segment(segment)
         try:
             rows = segment.read_rows(0, segment.slot_count)
         except OSError as error:
@@ -184,24 +243,28 @@ class Reclaimer:
             _log.warning("segment %d cannot be read and keeps its space: %s", segment.segment_id, str(error))
             return False
         whole = fmt.valid_rows(rows, segment.segment_id)
-        moved = self._move(segment, rows, np.flatnonzero(keep & whole), writer)
+        kept = np.flatnonzero(keep & whole[: len(keep)]) if keep is not None else np.zeros(0, dtype=np.intp)
+        keys = row_keys(rows)
+        moved = self._move(segment, rows, keys, kept, writer)
         if moved is None:
             if not may_lose:
                 return False
             moved = {}
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
-        self._count_losses(segment, dropped, worth.live)
+        self._count_losses(segment, dropped)
         segment.flag(dropped, fmt.FLAG_EVICTED)
-        removed = [(row_key(rows[slot]), BlockAddr(segment.segment_id, int(slot))) for slot in dropped if whole[slot]]
+        removed = [(keys[slot], BlockAddr(segment.segment_id, slot)) for slot in dropped[whole[dropped]].tolist()]
         if moved:
-            self._point_to_new_places(segment, rows, moved, writer)
+            self._point_to_new_places(segment, keys, moved, writer)
         self._segments.retire(segment)
         freed = self._segments.reap(self._clock.now_s())
         # Last, so that a disk too full for a commit gets its room first. Until it is done the entries name a segment id that is
         # never used again, so they can only ever be a miss.
         self._obsolete += removed
         self._drop_obsolete()
-        self._counters.add(segments_reclaimed=1, bytes_reclaimed=freed)
+        self._counters.add(
+            segments_reclaimed=1, segments_dropped_whole=int(not moved), blocks_moved=len(moved), bytes_reclaimed=freed
+        )
         _log.info(
             "reclaimed segment %d: %d blocks kept, %d dropped, %d bytes free",
             segment.segment_id,
@@ -225,10 +288,10 @@ class Reclaimer:
                 self._obsolete = []
 
     def _point_to_new_places(
-        self, segment: Segment, rows: NDArray[np.void], moved: dict[int, BlockAddr], writer: LogWriter
+        self, segment: Segment, keys: Sequence[bytes], moved: dict[int, BlockAddr], writer: LogWriter
     ) -> None:
         try:
-            self._index.commit({row_key(rows[slot]): addr for slot, addr in moved.items()})
+            self._index.commit({keys[slot]: addr for slot, addr in moved.items()})
         except KvStoreError:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)  # the copies must not turn up when the index is rebuilt
@@ -236,7 +299,12 @@ class Reclaimer:
         segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
 
     def _move(
-        self, segment: Segment, rows: NDArray[np.void], kept: NDArray[np.intp], writer: LogWriter
+        self,
+        segment: Segment,
+        rows: NDArray[np.void],
+        keys: Sequence[bytes],
+        kept: NDArray[np.intp],
+        writer: LogWriter,
     ) -> dict[int, BlockAddr] | None:
         """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
         entries, slots = [], []
@@ -244,7 +312,7 @@ class Reclaimer:
             payload = _payload(segment, rows[slot])
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
-                entries.append(NewEntry(row_key(rows[slot]), _entry(rows[slot]), payload))
+                entries.append(NewEntry(keys[slot], _entry(rows[slot]), payload))
                 slots.append(int(slot))
         uses = segment.uses[slots].copy()
         try:
@@ -256,25 +324,11 @@ class Reclaimer:
             return None
         return dict(zip(slots, addrs, strict=True))
 
-    def _count_losses(self, segment: Segment, dropped: NDArray[np.intp], live: NDArray[np.bool_]) -> None:
+    def _count_losses(self, segment: Segment, dropped: NDArray[np.intp]) -> None:
         # The others were counted when they were flagged, or their namespace dropped.
-        expired = self._expired(segment)
+        rules, now_s = self._rules(), self._clock.now_s()
+        live, expired = live_mask(segment, rules, now_s), expired_mask(segment, rules, now_s)
         self._counters.add(blocks_evicted=int(live[dropped].sum()), blocks_expired=int(expired[dropped].sum()))
-
-
-def _worth_keeping(worth: _Worth, typical_s: float) -> NDArray[np.bool_]:
-    """The live blocks used later than is typical for the store, up to half of the segment's bytes.
-
-    Latest first, and of those used together the earlier slots, which are the beginnings of chains.
-    """
-    segment = worth.segment
-    uses = last_use_s(segment.uses[: segment.slot_count])
-    keep = worth.live & (uses > typical_s)
-    order = np.flatnonzero(keep)[np.argsort(-uses[keep].astype(np.int64), kind="stable")]
-    sizes = np.cumsum(_taken_bytes(segment.lengths[order]))
-    budget = _KEEP_SHARE_MAX * (segment.end_bytes - segment.layout.payload_offset)
-    keep[order[sizes > budget]] = False
-    return keep
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:
@@ -285,12 +339,6 @@ def _payload(segment: Segment, row: np.void) -> bytearray | None:
     except OSError:
         return None
     return payload if size == len(payload) else None
-
-
-def _taken_bytes(lengths: NDArray[np.uint32]) -> NDArray[np.int64]:
-    """What payloads of these lengths take in the file: whole pages."""
-    pages: NDArray[np.int64] = -(-lengths.astype(np.int64) // fmt.ALIGNMENT_BYTES)
-    return pages * fmt.ALIGNMENT_BYTES
 
 
 def _entry(row: np.void) -> fmt.Entry:

@@ -175,7 +175,12 @@ class Server:
         config = self._config
         progress = _Progress(self._clock)
         return LocalStore.open(
-            config.server.data_dir, config.store, config.traffic_classes, self._clock, progress=progress
+            config.server.data_dir,
+            config.store,
+            config.traffic_classes,
+            self._clock,
+            tenants=config.tenants,
+            progress=progress,
         )
 
     def _warn_if_remote(self) -> None:

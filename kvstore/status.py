@@ -29,6 +29,7 @@ STATUS_CODES: dict[type[KvStoreError], grpc.StatusCode] = {
     errors.NamespaceAmbiguousError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NamespaceMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StoreFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.QuotaExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverloadedError: grpc.StatusCode.UNAVAILABLE,
     errors.NotServingError: grpc.StatusCode.UNAVAILABLE,
     errors.StorageError: grpc.StatusCode.INTERNAL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -11,7 +12,11 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
 
-from kvstore import census
+from kvstore import eviction
+from kvstore.census import Census, Rules, expired_mask, live_mask
+from kvstore.clock import GuardedClock
+from kvstore.clock_file import CLOCK_FILE, ClockFile, short_boot_id
+from kvstore.config import OTHER_TENANTS
 from kvstore.counters import StoreCounters
 from kvstore.data_dir import DataDir
 from kvstore.errors import (
@@ -24,7 +29,8 @@ from kvstore.errors import (
     StoreFullError,
     UnknownTrafficClassError,
 )
-from kvstore.expiry import TtlTable, last_use_s
+from kvstore.expiry import TtlTable
+from kvstore.finding import find_blocks
 from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
@@ -34,6 +40,7 @@ from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
 from kvstore.log.writer import LogWriter, NewEntry, Outcome, PutJob, storage_error
+from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
 from kvstore.resume import resume_plan
@@ -69,7 +76,8 @@ if TYPE_CHECKING:
 
     from kvstore.catalog import Catalog, ClassRecord
     from kvstore.clock import Clock
-    from kvstore.config import StoreConfig, TrafficClassConfig
+    from kvstore.config import StoreConfig, TenantConfig, TrafficClassConfig
+    from kvstore.eviction import Choice
     from kvstore.log.segment import Segment
     from kvstore.scrub import ScrubStep
     from kvstore.traffic import TrafficClass
@@ -89,6 +97,9 @@ _HEX_PREFIX_MIN = 8
 _LEASE_RETRIES = 3
 _MOVE_RETRIES = 3
 _RUNS_MAX = 64  # of neighbouring slots, beyond which they are not looked at one by one
+# Who has reached a limit and still puts loses its coldest blocks down to this share of it, but none used so lately.
+_TRIM_TO_SHARE = 15 / 16
+_TRIM_SPARES_S = 60
 
 
 class LocalStore:
@@ -99,25 +110,28 @@ class LocalStore:
         data_dir: DataDir,
         catalog: Catalog,
         config: StoreConfig,
-        default_class: str,
+        traffic_classes: Mapping[str, TrafficClassConfig],
+        tenants: Mapping[str, TenantConfig],
         clock: Clock,
         device: Device,
         progress: Callable[[int, int], None],
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
-        self._data_dir, self._device, self._config, self._clock = data_dir, device, config, clock
-        self._default_class = default_class
+        self._data_dir, self._device, self._config = data_dir, device, config
+        self._default_class = next(iter(traffic_classes))
+        self._clock_file = ClockFile(data_dir.path / CLOCK_FILE, device)
+        self._clock = GuardedClock(clock, short_boot_id(device.boot_id()), self._clock_file.load())
+        self._clock_file.keep(self._clock)
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
-        self._ttls = TtlTable(catalog.classes.values())
+        self._rules = _rules(catalog)
         self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
         self._invariants: InvariantReport | None = None  # of the last check; replaced as a whole
         try:
             self._reserve_segment_ids()  # now, so that no put waits for it
         except OSError as error:
             _log.warning("the catalog cannot be written, puts will be rejected until it can: %s", error)
-        self._live_ids = _namespace_ids(catalog)
         self._segments = SegmentSet(
             data_dir.segments,
             device,
@@ -125,30 +139,42 @@ class LocalStore:
             segment_size_bytes(config),
             durable=config.durability == "sync",
         )
-        self._segments.open_all()
         self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
+        # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
+        self._segments.open_all(trust_seals=self._index.found.usable)
         recover(self._segments, self._index, progress)
         self._mint = LeaseMint(catalog.secret)
-        self._reader = BlockReader(self._segments, self.counters)
+        self._reader = BlockReader(self._segments, self.counters, self._correct_index)
+        self._census = Census(lambda: self._rules, self._clock)
+        self._adopt_classes(traffic_classes)
+        self._quotas = QuotaBook(
+            _quotas(self._catalog, traffic_classes, tenants),
+            config.capacity,
+            self._census,
+            self._segments.all,
+            lambda: self._rules,
+        )
         self._reclaimer = Reclaimer(
             self._segments,
             self._index,
-            clock,
+            self._clock,
             self.counters,
-            capacity_bytes=config.capacity,
+            self._census,
+            self._quotas,
+            config=config,
             small_files_bytes=data_dir.small_files_bytes,
-            live=self._live_mask,
-            expired=self._expired_mask,
+            rules=lambda: self._rules,
         )
         self._writer = LogWriter(
             self._segments,
             self._index,
-            clock,
+            self._clock,
             self.counters,
             live=self._is_live,
+            admission=self._quotas,
             new_segment=self._new_segment,
             make_room=lambda need_bytes: self._reclaimer.make_room(need_bytes, self._writer),
-            housekeeping=lambda: self._reclaimer.tick(self._writer),
+            housekeeping=self._tick,
             durable=config.durability == "sync",
             queue_max_bytes=config.put_queue,
         )
@@ -163,6 +189,7 @@ class LocalStore:
         traffic_classes: Mapping[str, TrafficClassConfig],
         clock: Clock,
         *,
+        tenants: Mapping[str, TenantConfig] | None = None,
         device: Device | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Self:
@@ -174,18 +201,29 @@ class LocalStore:
         device = device or FileDevice()
         directory = DataDir.open(data_dir)
         try:
-            loaded = directory.load_catalog(device)
-            catalog = loaded.with_classes(traffic_classes)
-            if catalog != loaded:
-                catalog.save(data_dir, device)
-            default = next(iter(traffic_classes))
-            return cls(directory, catalog, config, default, clock, device, progress)
+            catalog = directory.load_catalog(device)
+            catalog.with_classes(traffic_classes)  # what is wrong with them is told before anything is changed
+            return cls(directory, catalog, config, traffic_classes, tenants or {}, clock, device, progress)
         except OSError as error:
             directory.close()
             raise storage_error(error) from error
         except BaseException:
             directory.close()
             raise
+
+    def _adopt_classes(self, traffic_classes: Mapping[str, TrafficClassConfig]) -> None:
+        """Take over what the configuration says of traffic classes. A longer TTL revives nothing that has expired."""
+        catalog = self._catalog.with_classes(traffic_classes)
+        known = self._catalog.classes
+        if any(r.traffic_class.ttl_s > known[n].traffic_class.ttl_s for n, r in catalog.classes.items() if n in known):
+            self._end_expired()
+        if catalog != self._catalog:
+            catalog.save(self._data_dir.path, self._device)
+            self._use_catalog(catalog)
+
+    def _use_catalog(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._rules = _rules(catalog, self._rules)
 
     def _shrink(self) -> None:
         """Get below a cap that is smaller than at the last start."""
@@ -199,6 +237,8 @@ class LocalStore:
         self._writer.close()
         self._index.close()
         self._segments.release()
+        self._clock_file.save(self._clock.note())
+        self._clock_file.close()
         self._data_dir.close()
 
     # Namespaces and classes
@@ -250,7 +290,7 @@ class LocalStore:
 
     def namespaces(self) -> list[tuple[Namespace, Usage]]:
         """All namespaces with what they hold, oldest first."""
-        usage = census.by_namespace(self._segments.all(), self._live_mask)
+        usage = self._census.by_namespace(self._segments.all())
         return [(n, usage.get(n.namespace_id, Usage())) for n in self._catalog.namespaces.values()]
 
     def drop_namespace(self, namespace: Namespace, *, dry_run: bool) -> Usage:
@@ -269,6 +309,8 @@ class LocalStore:
     def set_ttl(self, traffic_class: str, ttl_s: int) -> tuple[TrafficClass, TrafficClass]:
         """Change a class's TTL, at once and for good; returns the class before and after.
 
+        A shorter one lets blocks expire now. A longer one keeps what is alive for longer; what has expired stays so.
+
         Raises: UnknownTrafficClassError, InvalidArgumentError.
         """
         if not traffic_class:
@@ -276,8 +318,26 @@ class LocalStore:
         before = self._class(traffic_class).traffic_class
         if not 1 <= ttl_s <= MAX_TTL_S:
             raise InvalidArgumentError(f"ttl is {ttl_s} s, allowed are 1 to {MAX_TTL_S} s")
-        self._change_catalog(lambda catalog: catalog.with_ttl(before.name, ttl_s))
+        if ttl_s > before.ttl_s:
+            self._on_writer(lambda: self._lengthen_ttl(before.name, ttl_s))
+        else:
+            self._change_catalog(lambda catalog: catalog.with_ttl(before.name, ttl_s))
+        for segment in self._segments.all():
+            self._census.of(segment)  # here, so that no put has to wait for it
         return before, self._class(before.name).traffic_class
+
+    def _lengthen_ttl(self, name: str, ttl_s: int) -> None:
+        """On the writer thread, or a block could expire and be moved in between."""
+        self._end_expired()
+        self._change_catalog(lambda catalog: catalog.with_ttl(name, ttl_s))
+
+    def _end_expired(self) -> None:
+        """Flag whatever has expired, so that no TTL can revive it."""
+        now_s = self._clock.now_s()
+        for segment in self._segments.all():
+            live = sum(share.blocks for share in self._census.of(segment).shares.values())
+            if live < segment.slot_count and segment.state != fmt.STATE_RETIRED:
+                self._flag([(segment, np.flatnonzero(expired_mask(segment, self._rules, now_s)))], "blocks_expired")
 
     def _class(self, name: str) -> ClassRecord:
         record = self._catalog.classes.get(name or self._default_class)
@@ -294,9 +354,7 @@ class LocalStore:
                 catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
-            self._catalog = catalog
-            self._ttls = TtlTable(catalog.classes.values())
-            self._live_ids = _namespace_ids(catalog)
+            self._use_catalog(catalog)
 
     # Data
 
@@ -337,7 +395,7 @@ class LocalStore:
             if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
                 self._touch(places, record.class_id, int(now_s))
         lease = self._mint.make(namespace.namespace_id, chain.data, addrs, deadline_s) if hit else b""
-        return Match(hit, lease, deadline_s, plan)
+        return Match(hit, lease, deadline_s - self._clock.ahead_s(), plan)
 
     def _count_match(self, namespace: Namespace, asked: int, hit: int) -> None:
         tokens = namespace.spec.block_tokens
@@ -381,7 +439,7 @@ class LocalStore:
             last = slots.stop - 1 if isinstance(slots, slice) else int(slots.max())
             if segment.state != fmt.STATE_RETIRED and last < segment.header.row_capacity:
                 uses[where] = segment.uses[slots]
-        return self._ttls.live(uses, now_s)
+        return self._rules.ttls.live(uses, now_s)
 
     def _places(self, addrs: NDArray[np.void]) -> list[_Place]:
         """Where the addresses lead: a segment, positions among the addresses, and the slots of the segment that those name.
@@ -448,6 +506,7 @@ class LocalStore:
                 segment_ids=addrs["segment_id"].tolist(),
                 slots=addrs["slot"].tolist(),
                 present=present.tolist(),
+                leased=places is not None,
             ),
             in_messages=in_messages,
         )
@@ -687,7 +746,7 @@ class LocalStore:
     def status(self) -> StoreStatus:
         """What the store is and holds."""
         segments = self._segments.all()
-        usage = census.by_class(segments, self._live_mask)
+        usage = self._census.by_class(segments)
         records = self._catalog.classes.values()
         return StoreStatus(
             store_id=self.store_id,
@@ -700,6 +759,7 @@ class LocalStore:
             classes=[(record.traffic_class, usage.get(record.class_id, Usage())) for record in records],
             namespace_count=len(self._catalog.namespaces),
             durability=self._config.durability,
+            clock_ahead_s=self._clock.ahead_s(),
             invariants=self._invariants,
         )
 
@@ -714,10 +774,10 @@ class LocalStore:
         scrubber = Scrubber(
             self._segments,
             Alive(
-                unexpired=lambda uses: self._ttls.live(uses, self._clock.now_s()),
-                known=lambda namespace_ids: np.isin(namespace_ids, self._live_ids),
+                unexpired=lambda uses: self._rules.ttls.live(uses, self._clock.now_s()),
+                known=lambda namespace_ids: np.isin(namespace_ids, self._rules.live_ids),
             ),
-            live_bytes=lambda segment: census.total([segment], self._live_mask).bytes,
+            live_bytes=lambda segment: self._census.total([segment]).bytes,
             condemn=lambda segment, slots: self._on_writer(lambda: self._condemn(segment, slots)),
             digest=lambda namespace_id: digests.get(namespace_id, b""),
         )
@@ -727,7 +787,7 @@ class LocalStore:
         """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
         if segment.state == fmt.STATE_RETIRED:
             return set()
-        offered = [slot for slot in slots if not segment.uses[slot, 0]]
+        offered = [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
         segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
         self.counters.add(blocks_corrupt=len(offered))
         return set(offered)
@@ -748,6 +808,7 @@ class LocalStore:
             self._data_dir.path,
             self._segments,
             self._index,
+            self._census,
             self._clock,
             live=self._live_mask,
             used_bytes=self._reclaimer.used_bytes,
@@ -778,17 +839,21 @@ class LocalStore:
     def _evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
         """Select and flag; flagging on the writer thread, as in `_delete`."""
         chosen = self._select(selection)
-        blocks = sum(len(slots) for _, slots in chosen)
-        size = sum(int(segment.lengths[slots].sum()) for segment, slots in chosen)
+        usage = Usage(*eviction.count(chosen))
         if not dry_run:
-            for segment, slots in chosen:
-                segment.flag(slots, fmt.FLAG_EVICTED)
-            if self._config.durability == "sync":
-                self._segments.sync_flags()
-            self.counters.add(blocks_evicted=blocks)
-        return Usage(blocks, size)
+            self._flag(chosen, "blocks_evicted")
+        return usage
 
-    def _select(self, selection: EvictSelection) -> list[tuple[Segment, NDArray[np.intp]]]:
+    def _flag(self, chosen: Choice, counter: str) -> None:
+        """End the lives of blocks, for good, and count them under their cause; writer thread only, or before it runs."""
+        for segment, slots in chosen:
+            if len(slots):
+                segment.flag(slots, fmt.FLAG_EVICTED)
+                self.counters.add(**{counter: len(slots)})
+        if self._config.durability == "sync":
+            self._segments.sync_flags()
+
+    def _select(self, selection: EvictSelection) -> Choice:
         """Slots to evict by segment."""
         if selection == EvictSelection():
             raise InvalidArgumentError("evict: give a namespace, a class, older-than or down-to-share")
@@ -798,34 +863,17 @@ class LocalStore:
         if age_s is not None and not (math.isfinite(age_s) and age_s >= 0):
             raise InvalidArgumentError(f"evict: older_than is {age_s} s, it must not be negative")
         class_id = self._class(selection.traffic_class).class_id if selection.traffic_class else None
-        now_s = self._clock.now_s()
-        chosen = []
-        for segment in self._segments.all():
-            if class_id is not None and segment.header.class_id != class_id:
-                continue
-            wanted = self._live_mask(segment)
-            if selection.namespace is not None:
-                wanted &= segment.namespace_ids[: len(wanted)] == selection.namespace.namespace_id
-            if age_s is not None:
-                wanted &= last_use_s(segment.uses[: len(wanted)]) <= now_s - age_s
-            chosen.append((segment, np.flatnonzero(wanted)))
-        return chosen if share is None else self._coldest(chosen, share)
-
-    def _coldest(
-        self, chosen: list[tuple[Segment, NDArray[np.intp]]], share: float
-    ) -> list[tuple[Segment, NDArray[np.intp]]]:
-        """Of the chosen slots the coldest, so many that live bytes fall to that share of the capacity; deeper blocks first."""
-        excess = census.total(self._segments.all(), self._live_mask).bytes - share * self._config.capacity
-        slots = np.concatenate([slots for _, slots in chosen]) if chosen else np.zeros(0, dtype=np.intp)
-        owner = np.concatenate([np.full(len(s), i) for i, (_, s) in enumerate(chosen)]) if chosen else slots
-        if excess <= 0 or not len(slots):
-            return []
-        sizes = np.concatenate([segment.lengths[s].astype(np.int64) for segment, s in chosen])
-        uses = np.concatenate([last_use_s(segment.uses[s]) for segment, s in chosen])
-        depth = np.concatenate([segment.read_rows(0, segment.slot_count)["position"][s] for segment, s in chosen])
-        order = np.lexsort((-depth.astype(np.int64), uses))
-        taken = order[np.cumsum(sizes[order]) - sizes[order] < excess]
-        return [(segment, slots[taken[owner[taken] == i]]) for i, (segment, _) in enumerate(chosen)]
+        chosen = eviction.choose(
+            self._segments.all(),
+            self._live_mask,
+            class_id=class_id,
+            namespace_ids=[selection.namespace.namespace_id] if selection.namespace is not None else None,
+            unused_since_s=self._clock.now_s() - age_s if age_s is not None else None,
+        )
+        if share is None:
+            return chosen
+        excess = self._census.total(self._segments.all()).bytes - share * self._config.capacity
+        return eviction.coldest(chosen, excess)
 
     def find_blocks(self, hash_prefix_hex: str, limit: int = 100) -> list[BlockInfo]:
         """Blocks and state objects whose hash begins so, at most `limit`. Raises: InvalidArgumentError."""
@@ -834,15 +882,36 @@ class LocalStore:
         half = int(digits[-1], 16) if len(digits) % 2 else None
         catalog = self._catalog
         digests: dict[int, NamespaceDigest] = {n.namespace_id: digest for digest, n in catalog.namespaces.items()}
-        found = census.find(
-            self._segments.all(), whole, half, digests, catalog.classes.values(), self._ttls, self._clock.now_s()
+        found = find_blocks(
+            self._segments.all(), whole, half, digests, catalog.classes.values(), self._rules.ttls, self._clock.now_s()
         )
         return sorted(found, key=lambda block: (block.prefix_hash, block.addr.segment_id))[:limit]
 
     def sweep(self) -> None:
         """Give back dead space now instead of within seconds, and wait for it. Raises: KvStoreError, OSError."""
-        self._on_writer(lambda: self._reclaimer.tick(self._writer))
+        self._on_writer(self._tick)
         self._on_writer(lambda: self._reclaimer.sweep(self._writer))
+
+    def _tick(self) -> None:
+        """Once a second on the writer thread."""
+        self._clock_file.keep(self._clock)
+        self._trim()
+        self._reclaimer.tick(self._writer)
+
+    def _trim(self) -> None:
+        """Make room for those who have reached a limit and want to store more: their coldest blocks go."""
+        for holder in self._quotas.refused:
+            ids = [ns for ns, tenant in self._rules.tenants.items() if holder.tenant in (None, tenant)]
+            chosen = eviction.choose(
+                self._segments.all(),
+                self._live_mask,
+                class_id=holder.class_id,
+                namespace_ids=ids,
+                unused_since_s=self._clock.now_s() - _TRIM_SPARES_S,
+            )
+            excess = self._quotas.held_bytes(holder) - _TRIM_TO_SHARE * self._quotas.limit_bytes(holder)
+            self._flag(eviction.coldest(chosen, excess, padded=True), "blocks_evicted")
+        self._quotas.refused.clear()
 
     def _give_back(self) -> None:
         """A sweep after something was evicted. It is done whether its space comes back now or later."""
@@ -858,19 +927,13 @@ class LocalStore:
     # For the parts below
 
     def _live_mask(self, segment: Segment) -> NDArray[np.bool_]:
-        """Which slots are neither flagged, nor expired, nor of a dropped namespace."""
-        namespace_ids = segment.namespace_ids
-        live = self._ttls.live(segment.uses[: len(namespace_ids)], self._clock.now_s())
-        live &= np.isin(namespace_ids, self._live_ids)
-        return live
+        return live_mask(segment, self._rules, self._clock.now_s())
 
-    def _expired_mask(self, segment: Segment) -> NDArray[np.bool_]:
-        """Which slots no flag and no drop has ended, but time."""
-        live = self._live_mask(segment)
-        kept: NDArray[np.bool_] = segment.uses[: len(live), 0] == 0
-        kept &= np.isin(segment.namespace_ids[: len(live)], self._live_ids)
-        kept &= ~live
-        return kept
+    def _correct_index(self, namespace_id: int, chain: bytes, block: int, addr: BlockAddr) -> None:
+        """An index entry was found to name another block's slot: it goes, so that no match claims it again."""
+        key = block_keys(namespace_id, chain, block, 1)[0]
+        with contextlib.suppress(StorageError):  # the store is being closed
+            self._writer.call(lambda: self._index.commit({}, [(key, addr)]))
 
     def _is_live(self, addr: BlockAddr) -> bool:
         return bool(self._live_addrs(_as_array([addr]), self._clock.now_s())[0])
@@ -901,8 +964,27 @@ def _row_capacity(config: StoreConfig) -> int:
     return segment_size_bytes(config) // fmt.ALIGNMENT_BYTES
 
 
-def _namespace_ids(catalog: Catalog) -> NDArray[np.uint32]:
-    return np.array([n.namespace_id for n in catalog.namespaces.values()], dtype=np.uint32)
+def _rules(catalog: Catalog, before: Rules | None = None) -> Rules:
+    """What the catalog says of lives. TTLs that have not changed stay the same object, and so all that was counted by them."""
+    ttls = TtlTable(catalog.classes.values())
+    tenants = {int(n.namespace_id): n.spec.tenant for n in catalog.namespaces.values()}
+    live_ids = np.array(sorted(tenants), dtype=np.uint32)
+    return Rules(before.ttls if before is not None and before.ttls == ttls else ttls, tenants, live_ids)
+
+
+def _quotas(
+    catalog: Catalog, traffic_classes: Mapping[str, TrafficClassConfig], tenants: Mapping[str, TenantConfig]
+) -> Quotas:
+    by_tenant = {name: Quota(config.share, config.limit) for name, config in tenants.items()}
+    return Quotas(
+        classes={
+            catalog.classes[name].class_id: Quota(config.share, config.limit)
+            for name, config in traffic_classes.items()
+        },
+        class_names={record.class_id: name for name, record in catalog.classes.items()},
+        tenants=by_tenant,
+        other_tenants=by_tenant.get(OTHER_TENANTS, Quota()),
+    )
 
 
 def _count(where: slice | NDArray[np.intp]) -> int:

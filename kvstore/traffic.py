@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-# A slot's use row holds one last-use time per class: see FORMAT.md. Class ids are 1 to 15 and never reused.
-MAX_TRAFFIC_CLASSES = 15
+# A slot's use row holds one last-use time per class: see FORMAT.md. Class ids are 1 to 13 and never reused.
+MAX_TRAFFIC_CLASSES = 13
 MAX_TTL_S = 10 * 366 * 24 * 3600
 
 

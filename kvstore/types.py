@@ -115,10 +115,11 @@ class StateObject:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Live blocks (state objects included) and their bytes, without padding and tables."""
+    """Live blocks (state objects included) and their bytes, without padding and tables; and what they take with padding."""
 
     blocks: int = 0
     bytes: int = 0
+    taken_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +192,5 @@ class StoreStatus:
     classes: Sequence[tuple[TrafficClass, Usage]]
     namespace_count: int
     durability: str
+    clock_ahead_s: float  # store's time minus wall clock; negative while a jump of the clock is not believed yet
     invariants: InvariantReport | None  # of the last check since the start

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from kvstore.config import TrafficClassConfig
+    from kvstore.config import TenantConfig, TrafficClassConfig
     from kvstore.log.device import Device
     from kvstore.types import Namespace
 
@@ -34,6 +34,7 @@ def open_store(
     capacity: int = 4 << 20,
     device: Device | None = None,
     traffic_classes: Mapping[str, TrafficClassConfig] = DEFAULT_TRAFFIC_CLASSES,
+    tenants: Mapping[str, TenantConfig] | None = None,
     **config: object,
 ) -> LocalStore:
     return LocalStore.open(
@@ -41,6 +42,7 @@ def open_store(
         StoreConfig(capacity=capacity, **config),
         traffic_classes,
         clock or ManualClock(),
+        tenants=tenants,
         device=device,
     )
 

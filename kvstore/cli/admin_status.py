@@ -78,13 +78,13 @@ class Status(Result):
 
 @dataclass(frozen=True, slots=True)
 class CheckedStatus(Status):
-    """A status that is an error when damage was met."""
+    """A status that is an error when damage was met, or the store does not agree with itself."""
 
     def complaint(self) -> CommandError | None:
         """The damage, if any."""
         corrupt = self.counters.get(_CORRUPT_COUNTER, 0)
         if not corrupt:
-            return None
+            return self._disagreement()
         noun = "damaged block was" if corrupt == 1 else "damaged blocks were"
         return CommandError(
             f"{corrupt:,} {noun} met since {format_time(self.start_time)}, and answered as misses",
@@ -93,11 +93,25 @@ class CheckedStatus(Status):
             fix=f"see the server's log for the segments, and check the disk under {self.data_dir}",
         )
 
+    def _disagreement(self) -> CommandError | None:
+        if self.invariants is None or not self.invariants.violation_count:
+            return None
+        return CommandError(
+            f"the store does not agree with itself: {invariants_text(self.invariants, never='')}",
+            reason="CORRUPTION_FOUND",
+            exit_code=ExitCode.CORRUPTION,
+            fix="see the server's log for what is violated and report it, it is a defect; `kvstore-admin verify` checks again",
+        )
+
 
 def status(
     ctx: typer.Context,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit 9 if a damaged block has been met since the server's start.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit 9 if a damaged block has been met since the server's start, or its last check of itself found anything.",
+        ),
     ] = False,
 ) -> Status:
     """What the server is, holds and has done since its start.

@@ -78,10 +78,9 @@ def check_blocks(segment: Segment, first_slot: int, alive: Alive) -> Iterator[Ch
         count = min(_ROWS_PER_STEP, segment.slot_count - first_slot)
         rows = segment.read_rows(first_slot, count)
         whole = whole_rows(segment, rows, first_slot)
-        # Whose block a damaged row described cannot be told, so it counts whatever namespace it claims.
-        wanted = alive.unexpired(segment.uses[first_slot : first_slot + count]) & (
-            ~whole | alive.known(rows["namespace_id"])
-        )
+        here = slice(first_slot, first_slot + count)
+        namespace_ids = np.where(whole, rows["namespace_id"], segment.namespace_ids[here])  # a damaged row may say any
+        wanted = alive.unexpired(segment.uses[here]) & alive.known(namespace_ids)
         damaged = [Damage(first_slot + int(at), ROW_DAMAGED, None) for at in np.flatnonzero(wanted & ~whole)]
         yield Checked(first_slot, len(damaged), 0, damaged)
         for run in _runs(rows, np.flatnonzero(wanted & whole).tolist()):

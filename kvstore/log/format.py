@@ -31,7 +31,7 @@ from kvstore.types import ClassId, SegmentId
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT_BYTES = 4096
 
 HEADER_BYTES = 4096
@@ -40,10 +40,12 @@ HEADER_MAGIC = 0x3153564B  # "KVS1" on disk
 HEADER = struct.Struct("<IIIIQIB7x16s")
 HEADER_CRC_FROM = 8  # crc32 covers bytes [8, end) of the struct
 
-# The header page's second half is mutable and mapped: state and lease deadline.
+# The header page's second half is mutable and mapped: state, lease deadline, and what the segment holds once it is sealed.
 STATE_OFFSET = 2048
 STATE_OPEN, STATE_SEALED, STATE_RETIRED = 0, 1, 2
 LEASE_UNTIL_OFFSET = 2052
+SEAL_OFFSET = 2056
+SEAL = struct.Struct("<IIQ")  # slots, crc32 of segment id, slots and end, end of the payloads
 
 ROW_BYTES = 96
 ROW_MAGIC = 0x3152564B  # "KVR1" on disk; a hole of zeros is never a row
@@ -74,7 +76,11 @@ ROW = struct.Struct("<IIQIIBBHI7sx32sQIIQ")
 assert ROW.size == ROW_BYTES
 
 USE_BYTES = 64
-USE_COLUMNS = 16  # column 0: flags; columns 1 to 15: last use by that class, seconds since the epoch, 0 = never
+USE_COLUMNS = 16
+USE_FLAGS = 0
+FIRST_CLASS_COLUMN, LAST_CLASS_COLUMN = 1, 13  # last use by the class of that id, seconds since the epoch, 0 = never
+# As in the slot's row, so that counting and reclaiming read no rows. Never trusted for what is handed out.
+USE_NAMESPACE, USE_LENGTH = 14, 15
 FLAG_EVICTED = 1  # no longer offered; a lease given before may still read it
 FLAG_DELETED = 2  # deleted by a caller, or damaged: not readable even under a lease
 
@@ -120,9 +126,7 @@ class SegmentHeader:
         if found != crc:
             raise CorruptDataDirError(f"{name}: header crc {found:#010x}, want {crc:#010x}")
         if version != FORMAT_VERSION:
-            raise FormatVersionError(
-                f"{name}: format version {version}, this server reads and writes {FORMAT_VERSION}; use the server that wrote it"
-            )
+            raise FormatVersionError(wrong_version(name, version))
         return cls(SegmentId(segment_id), store_id, ClassId(class_id), rows, created)
 
 
@@ -164,6 +168,29 @@ class Entry:
     length_bytes: int
     create_time_s: int
     checksum: int
+
+
+def wrong_version(name: str, version: object) -> str:
+    """What to say of a file that another version of the format wrote."""
+    return (
+        f"{name}: format version {version}, this server reads and writes {FORMAT_VERSION}; use the server that wrote it, or "
+        "start with an empty data directory (a cache fills up again)"
+    )
+
+
+def encode_seal(segment_id: SegmentId, slot_count: int, end_bytes: int) -> bytes:
+    """What a sealed segment says of itself, so that opening it reads no rows."""
+    return SEAL.pack(slot_count, _seal_crc(segment_id, slot_count, end_bytes), end_bytes)
+
+
+def decode_seal(data: bytes, segment_id: SegmentId) -> tuple[int, int] | None:
+    """Slots and end of the payloads, or None if that was never written, or not whole."""
+    slot_count, crc, end_bytes = SEAL.unpack(data)
+    return (slot_count, end_bytes) if crc == _seal_crc(segment_id, slot_count, end_bytes) else None
+
+
+def _seal_crc(segment_id: SegmentId, slot_count: int, end_bytes: int) -> int:
+    return zlib.crc32(struct.pack("<QIQ", segment_id, slot_count, end_bytes))
 
 
 def encode_row(segment_id: SegmentId, slot: int, offset_bytes: int, entry: Entry) -> bytes:

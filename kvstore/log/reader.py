@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.log import format as fmt
-from kvstore.types import Miss, ReadFrame
+from kvstore.types import BlockAddr, Miss, ReadFrame
 from kvstore_api.checksum import block_checksum
 from kvstore_api.framing import MessageBuffer
 from kvstore_api.limits import HASH_BYTES, MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvstore.counters import StoreCounters
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
+
+    _Files = Mapping[int, Segment | None]  # by segment id; None: reclaimed
 
 _FIRST_FRAME_DIVISOR = 4
 _SCRAP = memoryview(bytearray(fmt.ALIGNMENT_BYTES))  # padding between payloads is read into it and never looked at
@@ -37,6 +39,7 @@ class ReadRequest:
     segment_ids: Sequence[int]
     slots: Sequence[int]
     present: Sequence[bool]
+    leased: bool  # the places are a lease's; else the index's
 
     def prefix_hash(self, index: int) -> bytes:
         """The hash of the index-th block asked for."""
@@ -57,30 +60,40 @@ class _Run:
 class BlockReader:
     """Reads for any number of threads."""
 
-    def __init__(self, segments: SegmentSet, counters: StoreCounters) -> None:
+    def __init__(
+        self,
+        segments: SegmentSet,
+        counters: StoreCounters,
+        correct_index: Callable[[int, bytes, int, BlockAddr], None],
+    ) -> None:
         self._segments = segments
         self._counters = counters
+        self._correct_index = correct_index
 
     def frames(self, request: ReadRequest, *, in_messages: bool = False) -> Iterator[ReadFrame]:
         """The blocks in frames of up to 1 MiB, misses among them, in order. Each step does I/O.
 
+        The files are held from now on, so a stream that outlasts its lease goes on reading them.
         With `in_messages`, frames without misses are read into messages that only want their other fields.
         """
+        files = {segment_id: self._segments.get(segment_id) for segment_id in set(request.segment_ids)}
         if request.block_bytes > MAX_FRAME_DATA_BYTES:
-            yield from self._large_blocks(request)
-            return
+            return self._large_blocks(request, files)
+        return self._frames(request, files, in_messages)
+
+    def _frames(self, request: ReadRequest, files: _Files, in_messages: bool) -> Iterator[ReadFrame]:
         step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
         # The first frame is short, so that the others are read while it travels.
         end = min(max(1, step // _FIRST_FRAME_DIVISOR), len(request.slots))
-        yield self._frame(request, range(end), in_messages)
+        yield self._frame(request, files, range(end), in_messages)
         for first in range(end, len(request.slots), step):
-            yield self._frame(request, range(first, min(first + step, len(request.slots))), in_messages)
+            yield self._frame(request, files, range(first, min(first + step, len(request.slots))), in_messages)
 
-    def _frame(self, request: ReadRequest, indices: range, in_messages: bool) -> ReadFrame:
+    def _frame(self, request: ReadRequest, files: _Files, indices: range, in_messages: bool) -> ReadFrame:
         size = request.block_bytes
         message = MessageBuffer(len(indices) * size) if in_messages else None
         view = message.view() if message is not None else memoryview(bytearray(len(indices) * size))
-        checksums, misses = self._read(request, indices, view)
+        checksums, misses = self._read(request, files, indices, view)
         blocks = [request.first_block + index for index in checksums]
         sums = list(checksums.values())
         if not misses and message is not None:
@@ -89,10 +102,10 @@ class BlockReader:
         parts = [view[start : start + size] for start in at] if misses else [view]
         return ReadFrame(blocks, sums, 0, parts, len(checksums) * size, misses)
 
-    def _large_blocks(self, request: ReadRequest) -> Iterator[ReadFrame]:
+    def _large_blocks(self, request: ReadRequest, files: _Files) -> Iterator[ReadFrame]:
         buffer = memoryview(bytearray(request.block_bytes))
         for index in range(len(request.slots)):
-            checksums, misses = self._read(request, range(index, index + 1), buffer)
+            checksums, misses = self._read(request, files, range(index, index + 1), buffer)
             block = request.first_block + index
             if misses:
                 yield ReadFrame([], [], 0, [], 0, misses)
@@ -101,11 +114,13 @@ class BlockReader:
                 part = buffer[offset : offset + MAX_FRAME_DATA_BYTES]
                 yield ReadFrame([block], [checksums[index]], offset, [part], len(part), [])
 
-    def _read(self, request: ReadRequest, indices: range, buffer: memoryview) -> tuple[dict[int, int], list[Miss]]:
+    def _read(
+        self, request: ReadRequest, files: _Files, indices: range, buffer: memoryview
+    ) -> tuple[dict[int, int], list[Miss]]:
         """Read blocks into `buffer`, one after the other; returns checksums of those that are right, and the misses."""
         checksums: dict[int, int] = {}
         reasons: dict[int, str] = {}
-        for run in self._runs(request, indices):
+        for run in _runs(request, files, indices):
             start = (run.index - indices.start) * request.block_bytes
             end = start + run.count * request.block_bytes
             self._read_run(request, run, buffer[start:end], checksums, reasons)
@@ -118,27 +133,6 @@ class BlockReader:
             blocks_read=len(checksums), bytes_read=len(checksums) * request.block_bytes, blocks_missed=len(misses)
         )
         return checksums, misses
-
-    def _runs(self, request: ReadRequest, indices: range) -> Iterator[_Run]:
-        run: _Run | None = None
-        for index in indices:
-            if not request.present[index]:
-                continue
-            segment_id, slot = request.segment_ids[index], request.slots[index]
-            if (
-                run is not None
-                and run.index + run.count == index
-                and run.segment.segment_id == segment_id
-                and run.slot + run.count == slot
-            ):
-                run = _Run(run.index, run.segment, run.slot, run.count + 1)
-                continue
-            if run is not None:
-                yield run
-            segment = self._segments.get(segment_id)
-            run = _Run(index, segment, slot, 1) if segment is not None else None
-        if run is not None:
-            yield run
 
     def _read_run(
         self, request: ReadRequest, run: _Run, target: memoryview, checksums: dict[int, int], reasons: dict[int, str]
@@ -155,8 +149,7 @@ class BlockReader:
         sums = rows["checksum"].tolist()
         for position, (index, is_named) in enumerate(zip(indices, named.tolist(), strict=True)):
             if not is_named:
-                # The slot holds something else: a token or an index entry that is out of date, or a damaged row.
-                reasons[index] = "NOT_FOUND"
+                reasons[index] = self._misnamed(request, run, position, rows)
                 continue
             block = target[position * size : (position + 1) * size]
             if position < got and block_checksum(block, request.prefix_hash(index)) == sums[position]:
@@ -165,6 +158,20 @@ class BlockReader:
                 reasons[index] = "CORRUPT"
                 run.segment.flag(np.array([run.slot + position]), fmt.FLAG_DELETED)
                 self._counters.add(blocks_corrupt=1)
+
+    def _misnamed(self, request: ReadRequest, run: _Run, position: int, rows: NDArray[np.void]) -> str:
+        """Why a slot does not hold what was asked for; what can be mended is, so that it is not offered again."""
+        slot = run.slot + position
+        if run.segment.uses[slot, fmt.USE_FLAGS] & fmt.FLAG_DELETED:
+            return "NOT_FOUND"
+        if not fmt.valid_rows(rows[position : position + 1], run.segment.segment_id, slot)[0]:
+            run.segment.flag(np.array([slot]), fmt.FLAG_DELETED)
+            self._counters.add(blocks_corrupt=1)
+            return "CORRUPT"
+        if not request.leased:
+            block = request.first_block + run.index + position
+            self._correct_index(request.namespace_id, request.chain, block, BlockAddr(run.segment.segment_id, slot))
+        return "NOT_FOUND"
 
     def _rightly_named(self, request: ReadRequest, run: _Run, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         first = request.first_block + run.index
@@ -188,6 +195,28 @@ class BlockReader:
             if run.segment.read_payloads([block], int(offsets[position])) != size:
                 block[:] = bytes(size)  # what was there before must not pass for the block
         return run.count
+
+
+def _runs(request: ReadRequest, files: _Files, indices: range) -> Iterator[_Run]:
+    run: _Run | None = None
+    for index in indices:
+        if not request.present[index]:
+            continue
+        segment_id, slot = request.segment_ids[index], request.slots[index]
+        if (
+            run is not None
+            and run.index + run.count == index
+            and run.segment.segment_id == segment_id
+            and run.slot + run.count == slot
+        ):
+            run = _Run(run.index, run.segment, run.slot, run.count + 1)
+            continue
+        if run is not None:
+            yield run
+        segment = files[segment_id]
+        run = _Run(index, segment, slot, 1) if segment is not None else None
+    if run is not None:
+        yield run
 
 
 def _read_neighbours(segment: Segment, offset_bytes: int, target: memoryview, size: int) -> int:

@@ -55,9 +55,8 @@ class Segment:
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
-        # Kept in memory (8 B a block) so that accounting reads no rows. Untouched pages of these cost nothing.
-        self._lengths: NDArray[np.uint32] = np.zeros(header.row_capacity, dtype=np.uint32)
-        self._namespace_ids: NDArray[np.uint32] = np.zeros(header.row_capacity, dtype=np.uint32)
+        # Rises with whatever may end a slot's life or add one, before and after it: what was counted in between is not final.
+        self.changes = 0
 
     @classmethod
     def create(cls, path: Path, device: Device, header: fmt.SegmentHeader) -> Segment:
@@ -75,8 +74,12 @@ class Segment:
             raise
 
     @classmethod
-    def open(cls, path: Path, device: Device, store_id: bytes) -> Segment:
-        """Open an existing file. Raises: CorruptDataDirError, ForeignSegmentError, FormatVersionError, OSError."""
+    def open(cls, path: Path, device: Device, store_id: bytes, *, trust_seal: bool) -> Segment:
+        """Open an existing file.
+
+        Args: trust_seal: take a sealed segment's word for what it holds instead of reading its rows; not after power loss.
+        Raises: CorruptDataDirError, ForeignSegmentError, FormatVersionError, OSError.
+        """
         descriptor = device.open(path)
         try:
             page = bytearray(fmt.HEADER_BYTES)
@@ -93,8 +96,19 @@ class Segment:
         except BaseException:
             device.close(descriptor)
             raise
-        segment._find_end()
+        if not (trust_seal and segment._take_seal()):
+            segment._find_end()
         return segment
+
+    def _take_seal(self) -> bool:
+        """Take slot count and end from the header of a sealed segment; False if they are not there."""
+        if self.state == fmt.STATE_OPEN:
+            return False
+        seal = fmt.decode_seal(self._map[fmt.SEAL_OFFSET : fmt.SEAL_OFFSET + fmt.SEAL.size], self.segment_id)
+        if seal is None or seal[0] > self.header.row_capacity:
+            return False
+        self.slot_count, self.end_bytes = seal
+        return True
 
     def _find_end(self) -> None:
         """Read the rows up to the first stretch without any; a failed append ends a segment, so nothing lies behind it."""
@@ -104,10 +118,22 @@ class Segment:
             if not len(used):
                 return
             count = int(used[-1]) + 1
-            self._lengths[first : first + count] = rows["length_bytes"][:count]
-            self._namespace_ids[first : first + count] = rows["namespace_id"][:count]
+            whole = fmt.valid_rows(rows, self.segment_id, first)
+            self._repeat_in_uses(first, np.where(whole, rows, np.zeros(1, dtype=rows.dtype))[:count])
             self.slot_count = first + count
-            self.end_bytes = fmt.align(int((rows["offset_bytes"] + rows["length_bytes"]).max()))
+            ends = (rows["offset_bytes"] + rows["length_bytes"])[whole]
+            self.end_bytes = max(self.end_bytes, fmt.align(int(ends.max(initial=0))))
+
+    def _repeat_in_uses(self, first_slot: int, rows: NDArray[np.void]) -> None:
+        """Note again what use rows repeat of the rows: after power loss one may be there without the other.
+
+        Written, not mapped: a page of the table may be a hole now, and filling one on a full disk would be a signal.
+        """
+        uses = self._uses[first_slot : first_slot + len(rows)].copy()
+        uses[:, fmt.USE_NAMESPACE], uses[:, fmt.USE_LENGTH] = rows["namespace_id"], rows["length_bytes"]
+        if not np.array_equal(uses, self._uses[first_slot : first_slot + len(rows)]):
+            with contextlib.suppress(OSError):  # blocks of no namespace are dead, and their space comes back
+                self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
 
     @property
     def state(self) -> int:
@@ -131,18 +157,18 @@ class Segment:
 
     @property
     def uses(self) -> NDArray[np.uint32]:
-        """Shape (row capacity, 16), shared: flags and last uses. Rows of slots not yet taken are zero."""
+        """Shape (row capacity, 16), shared: flags, last uses, namespace id, length. Rows of slots not yet taken are zero."""
         return self._uses
 
     @property
     def lengths(self) -> NDArray[np.uint32]:
         """Shape (slot_count,): payload bytes."""
-        return self._lengths[: self.slot_count]
+        return self._uses[: self.slot_count, fmt.USE_LENGTH]
 
     @property
     def namespace_ids(self) -> NDArray[np.uint32]:
         """Shape (slot_count,)."""
-        return self._namespace_ids[: self.slot_count]
+        return self._uses[: self.slot_count, fmt.USE_NAMESPACE]
 
     def has_room(self, size_bytes: int, segment_size_bytes: int) -> bool:
         """Whether a payload of that size fits, in rows and in bytes."""
@@ -155,7 +181,7 @@ class Segment:
 
         Args:
             entries: what each row says, and its payload.
-            uses: shape (len(entries), 16): the use rows.
+            uses: shape (len(entries), 16): the use rows; namespace id and length are filled in.
         Raises: OSError: nothing of it counts, and the segment must not be appended to again.
         """
         first_slot, offset = self.slot_count, self.end_bytes
@@ -170,6 +196,8 @@ class Segment:
             if padding:
                 buffers.append(_PADDING[:padding])
             offset += entry.length_bytes + padding
+        uses[:, fmt.USE_NAMESPACE] = [entry.namespace_id for entry, _ in entries]
+        uses[:, fmt.USE_LENGTH] = [entry.length_bytes for entry, _ in entries]
         self._device.write(self._descriptor, buffers, self.end_bytes)
         self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
         try:
@@ -178,15 +206,16 @@ class Segment:
             # A part of the rows may be there: flagged, they are never offered, not even by a rebuilt index.
             self.flag(np.arange(first_slot, first_slot + len(entries)), fmt.FLAG_DELETED)
             raise
-        self._lengths[first_slot : first_slot + len(entries)] = [entry.length_bytes for entry, _ in entries]
-        self._namespace_ids[first_slot : first_slot + len(entries)] = [entry.namespace_id for entry, _ in entries]
         self.slot_count, self.end_bytes = first_slot + len(entries), offset
+        self.changes += 1
         return first_slot
 
     def flag(self, slots: NDArray[np.integer] | slice, flags: int) -> None:
         """Set flag bits; they are never cleared."""
         with self._bits_lock:
-            self._uses[slots, 0] |= np.uint32(flags)
+            self.changes += 1
+            self._uses[slots, fmt.USE_FLAGS] |= np.uint32(flags)
+            self.changes += 1
             self.flags_unsynced = True
 
     def touch(self, slots: NDArray[np.integer] | slice, class_id: int, now_s: int) -> None:
@@ -214,8 +243,10 @@ class Segment:
             raise
 
     def seal(self) -> None:
-        """No more appends."""
+        """No more appends. The header then says what the segment holds."""
         if self.state == fmt.STATE_OPEN:
+            seal = fmt.encode_seal(self.segment_id, self.slot_count, self.end_bytes)
+            self._map[fmt.SEAL_OFFSET : fmt.SEAL_OFFSET + fmt.SEAL.size] = seal
             self.state = fmt.STATE_SEALED
 
     def allocated_bytes(self) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
-_DAMAGED_SUFFIX = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 
 
 class SegmentSet:
@@ -36,30 +36,47 @@ class SegmentSet:
         self._segments: dict[SegmentId, Segment] = {}
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
+        self._used_bytes = 0  # of all in _allocated
+        self._damaged: list[Path] = []  # files set aside; writer thread only, once it runs
         self._damaged_bytes = 0
 
-    def open_all(self) -> None:
+    def open_all(self, *, trust_seals: bool) -> None:
         """Open every file there is. A damaged one is set aside under another name, loudly.
 
+        Args: trust_seals: see `Segment.open`.
         Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: one cannot be opened now,
             which says nothing about what is in it.
         """
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
         for path in paths:
             try:
-                self._add(Segment.open(path, self._device, self._store_id))
+                self._add(Segment.open(path, self._device, self._store_id, trust_seal=trust_seals))
             except CorruptDataDirError as error:
                 if _is_blank(path):
                     # Made shortly before a power loss and never synced: it says nothing, and nobody could make it say more.
                     self._device.unlink(path)
                     _log.warning("segment %s was never written before the machine stopped and is removed", path.name)
                     continue
-                aside = path.with_suffix(path.suffix + _DAMAGED_SUFFIX)
+                aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
                 self._device.rename(path, aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
-        self._damaged_bytes = sum(
-            path.stat().st_blocks * 512 for path in self._directory.iterdir() if path.suffix == _DAMAGED_SUFFIX
-        )
+        self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
+        self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in self._damaged)
+
+    def drop_damaged(self) -> bool:
+        """Remove the files that were set aside, which nobody may need as much as room; False if there was none to remove."""
+        dropped = False
+        for path in self._damaged:
+            try:
+                self._device.unlink(path)
+                dropped = True
+                _log.warning("segment file %s, set aside as damaged, was removed to make room", path.name)
+            except OSError as error:
+                _log.warning("segment file %s cannot be removed and keeps its space: %s", path.name, error)
+        self._damaged = []
+        if dropped:
+            self._damaged_bytes = 0
+        return dropped
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float) -> Segment:
         """Make a new segment. Raises: OSError."""
@@ -77,6 +94,7 @@ class SegmentSet:
         with self._lock:
             self._segments[segment.segment_id] = segment
             self._allocated[segment.segment_id] = allocated
+            self._used_bytes += allocated
 
     def get(self, segment_id: int) -> Segment | None:
         """The segment, unless it is reclaimed."""
@@ -91,6 +109,7 @@ class SegmentSet:
         """Count a segment's new size."""
         allocated = segment.allocated_bytes()
         with self._lock:
+            self._used_bytes += allocated - self._allocated[segment.segment_id]
             self._allocated[segment.segment_id] = allocated
 
     def retire(self, segment: Segment) -> None:
@@ -110,7 +129,9 @@ class SegmentSet:
                 continue
             with self._lock:
                 del self._segments[segment.segment_id]
-                freed += self._allocated.pop(segment.segment_id)
+                allocated = self._allocated.pop(segment.segment_id)
+                self._used_bytes -= allocated
+            freed += allocated
         self._retiring = kept
         return freed
 
@@ -139,7 +160,7 @@ class SegmentSet:
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""
         with self._lock:
-            return sum(self._allocated.values()) + self._damaged_bytes
+            return self._used_bytes + self._damaged_bytes
 
     def accounted(self) -> dict[SegmentId, int]:
         """What is counted for each segment file."""
@@ -157,6 +178,7 @@ class SegmentSet:
         with self._lock:
             self._segments.clear()
             self._allocated.clear()
+            self._used_bytes = 0
         self._retiring.clear()
 
 

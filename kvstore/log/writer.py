@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -85,6 +85,29 @@ class Task:
     run: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What an open segment takes: new blocks of a class, or old ones of it that reclaims have moved.
+
+    Apart, because their times differ, and a segment whose blocks expire together goes as a whole.
+    """
+
+    class_id: int
+    moved: bool = False
+
+
+class Admission(Protocol):
+    """Who may store more; see `quotas.py`."""
+
+    def begin(self) -> None:
+        """A group begins."""
+        ...
+
+    def admit(self, class_id: int, namespace_id: int, taken_bytes: int) -> KvStoreError | None:
+        """Count a block, or say why it must not be stored."""
+        ...
+
+
 @dataclass(slots=True)
 class _Pending:
     """An entry on its way to disk, and everyone who waits for it: (job, position) pairs, the first stores it."""
@@ -108,6 +131,7 @@ class LogWriter:
         counters: StoreCounters,
         *,
         live: Callable[[BlockAddr], bool],
+        admission: Admission,
         new_segment: Callable[[int], Segment],
         make_room: Callable[[int], None],
         housekeeping: Callable[[], None],
@@ -115,14 +139,15 @@ class LogWriter:
         queue_max_bytes: int,
     ) -> None:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
-        self._live, self._new_segment, self._make_room, self._housekeeping = live, new_segment, make_room, housekeeping
+        self._live, self._admission, self._new_segment = live, admission, new_segment
+        self._make_room, self._housekeeping = make_room, housekeeping
         self._durable = durable
         self._queue_max_bytes = queue_max_bytes
         self._queue: queue.SimpleQueue[PutJob | Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._queued_bytes = 0  # guarded by _lock
         self._closed = False  # guarded by _lock
-        self._open: dict[int, Segment] = {}  # class id -> segment; writer thread only
+        self._open: dict[Stream, Segment] = {}  # writer thread only
         self.uncommitted: set[int] = set()  # segments with rows the index does not know yet; writer thread only
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
 
@@ -173,8 +198,8 @@ class LogWriter:
                 except Exception:  # the thread's edge: puts must go on, and the next tick tries again
                     _log.exception("housekeeping failed")
                 next_tick = time.monotonic() + _TICK_S
-        for class_id in list(self._open):
-            self.seal(class_id)
+        for stream in list(self._open):
+            self.seal(stream)
 
     def _gather(self, timeout_s: float) -> tuple[list[PutJob], bool]:
         """Puts that can be committed together; runs a task when it comes to one. The flag says that it is time to stop."""
@@ -229,6 +254,7 @@ class LogWriter:
 
     def _sort_out(self, jobs: list[PutJob], now_s: int) -> list[_Pending]:
         """Answer what is there already; what is left has to be written, once each."""
+        self._admission.begin()
         known = self._index.lookup([new.key for job in jobs for new in job.entries])
         pending: dict[bytes, _Pending] = {}
         for job in jobs:
@@ -242,7 +268,16 @@ class LogWriter:
                     pending[new.key].waiting.append((job, position))
                 else:
                     pending[new.key] = _Pending(new, class_id, [(job, position)], addr)
-        return list(pending.values())
+        return [item for item in pending.values() if not self._refuse(item)]
+
+    def _refuse(self, item: _Pending) -> bool:
+        """Answer a block that a quota leaves no room for."""
+        entry = item.new.entry
+        error = self._admission.admit(item.class_id, entry.namespace_id, fmt.align(entry.length_bytes))
+        if error is not None:
+            for job, position in item.waiting:
+                job.outcomes[position] = Outcome(PutStatus.REJECTED, error)
+        return error is not None
 
     def _touch(self, addr: BlockAddr, record: ClassRecord, now_s: int) -> None:
         """Note the use. For an on-write class only the first put counts, even if another class stored the block."""
@@ -255,48 +290,47 @@ class LogWriter:
 
     def _append(self, class_id: int, items: list[_Pending], now_s: int) -> None:
         """Write items to the class's open segments, rolling as they fill. Failed items get an error, the others an address."""
+        stream = Stream(class_id)
         start = 0
         while start < len(items):
             batch: list[_Pending] = []
             try:
-                batch = self._batch_with_room(class_id, items[start:])
-                self._write(self._open[class_id], batch, now_s)
+                batch = self._batch_with_room(stream, items[start:])
+                self._write(self._open[stream], batch, now_s)
             except (OSError, KvStoreError) as error:
                 batch = batch or items[start:]
                 for item in batch:
                     item.error = storage_error(error)
                 if isinstance(error, OSError):
-                    self.seal(class_id)  # what a failed write left behind must stay the segment's end
+                    self.seal(stream)  # what a failed write left behind must stay the segment's end
             start += len(batch)
 
-    def _batch_with_room(self, class_id: int, items: list[_Pending]) -> list[_Pending]:
-        """The leading items that the class's open segment takes, with room for them under the cap.
+    def _batch_with_room(self, stream: Stream, items: list[_Pending]) -> list[_Pending]:
+        """The leading items that the stream's open segment takes, with room for them under the cap.
 
         Making room may move blocks into that very segment or seal it, so what fits is looked at again afterwards.
         """
         size_bytes = items[0].new.entry.length_bytes
-        batch = self._fitting(self._segment_with_room(class_id, size_bytes), items)
+        batch = self._fitting(self._segment_with_room(stream, size_bytes), items)
         if not batch:
             raise StorageError(f"a block of {size_bytes} bytes fits into no segment")
         payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
         table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
         self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES)
-        return self._fitting(self._segment_with_room(class_id, size_bytes), batch)
+        return self._fitting(self._segment_with_room(stream, size_bytes), batch)
 
-    def _segment_with_room(self, class_id: int, size_bytes: int) -> Segment:
-        segment = self._roomy(class_id, size_bytes)
+    def _segment_with_room(self, stream: Stream, size_bytes: int) -> Segment:
+        segment = self._roomy(stream, size_bytes)
         if segment is None:
             self._make_room(_NEW_SEGMENT_BYTES)
-            segment = self._roomy(class_id, size_bytes)  # making room may have opened one
-        if segment is None:
-            segment = self._open[class_id] = self._new_segment(class_id)
+            segment = self._open[stream] = self._new_segment(stream.class_id)
         return segment
 
-    def _roomy(self, class_id: int, size_bytes: int) -> Segment | None:
-        """The class's open segment, if it takes that much more; a full one is sealed."""
-        segment = self._open.get(class_id)
+    def _roomy(self, stream: Stream, size_bytes: int) -> Segment | None:
+        """The stream's open segment, if it takes that much more; a full one is sealed."""
+        segment = self._open.get(stream)
         if segment is not None and not segment.has_room(size_bytes, self._segments.segment_size_bytes):
-            self.seal(class_id)
+            self.seal(stream)
             return None
         return segment
 
@@ -361,24 +395,27 @@ class LogWriter:
             job, position = first
             job.outcomes[position] = STORED if item.addr is not None else failure
 
-    def seal(self, class_id: int) -> None:
-        """Stop appending to the class's open segment; writer thread only."""
-        segment = self._open.pop(class_id, None)
+    def seal(self, stream: Stream) -> None:
+        """Stop appending to the stream's open segment; writer thread only."""
+        segment = self._open.pop(stream, None)
         if segment is not None:
             segment.seal()
 
-    def open_class_of(self, segment: Segment) -> int | None:
-        """The class whose open segment it is; writer thread only."""
-        return next((class_id for class_id, other in self._open.items() if other is segment), None)
+    def seal_segment(self, segment: Segment) -> None:
+        """Stop appending to it, if it is open; writer thread only."""
+        for stream in [stream for stream, other in self._open.items() if other is segment]:
+            self.seal(stream)
 
     def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
         """Append entries that are moved, with their use rows; writer thread only. The caller commits the index.
+
+        Args: class_id: of the segment they come from.
 
         Needs room for them already: it never reclaims. Raises: OSError: none of them counts.
         """
         addrs: list[BlockAddr] = []
         try:
-            self._rewrite(class_id, entries, uses, addrs)
+            self._rewrite(Stream(class_id, moved=True), entries, uses, addrs)
         except OSError:
             for addr in addrs:
                 self.flag(addr, fmt.FLAG_DELETED)
@@ -386,16 +423,16 @@ class LogWriter:
         return addrs
 
     def _rewrite(
-        self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32], addrs: list[BlockAddr]
+        self, stream: Stream, entries: Sequence[NewEntry], uses: NDArray[np.uint32], addrs: list[BlockAddr]
     ) -> None:
         for new, use in zip(entries, uses, strict=True):
-            segment = self._roomy(class_id, new.entry.length_bytes)
+            segment = self._roomy(stream, new.entry.length_bytes)
             if segment is None:
-                segment = self._open[class_id] = self._new_segment(class_id)
+                segment = self._open[stream] = self._new_segment(stream.class_id)
             try:
                 slot = segment.append([(new.entry, new.payload)], use.reshape(1, -1))
             except OSError:
-                self.seal(class_id)
+                self.seal(stream)
                 raise
             finally:
                 self._segments.note_growth(segment)

@@ -120,6 +120,9 @@ class TestVerify:
             assert "nothing knows it" in violation
             assert "1 violated invariant" in ran.err
             assert "1 violation, checked at" in run(server, "status").out
+            checked = run(server, "status", "--check")
+            assert checked.code == 9
+            assert "the store does not agree with itself: 1 violation" in checked.err
             assert metric(server, "kvstore_invariant_violations") == 1
             assert "invariant violated" in server.log()
             assert violation in run(server, "verify").out

@@ -16,6 +16,7 @@ from kvstore.config import (
     ServerConfig,
     Setting,
     StoreConfig,
+    TenantConfig,
     environment_name,
     known_keys,
     load_config,
@@ -229,7 +230,9 @@ def test_an_impossible_value_is_refused_with_key_value_and_origin(tmp_path, toml
 
 
 NUMBERS = [
-    key for key in known_keys(["agent"]) if key[-1].endswith(("_s", "_max", "_threads", "capacity", "_size", "_queue"))
+    key
+    for key in known_keys(["agent"])
+    if key[-1].endswith(("_s", "_max", "_threads", "capacity", "_size", "_queue", "mark", "share", "limit"))
 ]
 
 
@@ -346,11 +349,37 @@ def test_a_bad_class_name_is_refused(tmp_path, name):
     assert f"bad class name {name!r}" in refusal(tmp_path, f'[traffic_classes."{name}"]\nttl_s = 60')
 
 
-def test_fifteen_classes_are_taken_and_sixteen_refused(tmp_path):
-    own = [f"[traffic_classes.own{number}]\nttl_s = 60\n" for number in range(13)]
-    assert len(load(tmp_path, "".join(own[:12])).config.traffic_classes) == 15
-    assert "16 classes" in refusal(tmp_path, "".join(own))
-    assert "the limit is 15" in refusal(tmp_path, "".join(own))
+def test_thirteen_classes_are_taken_and_fourteen_refused(tmp_path):
+    own = [f"[traffic_classes.own{number}]\nttl_s = 60\n" for number in range(11)]
+    assert len(load(tmp_path, "".join(own[:10])).config.traffic_classes) == 13
+    assert "14 classes" in refusal(tmp_path, "".join(own))
+    assert "the limit is 13" in refusal(tmp_path, "".join(own))
+
+
+def test_quotas_of_tenants_are_taken_by_name(tmp_path):
+    text = '[tenants."a.b c"]\nshare = 0.25\nlimit = 0.5\n[tenants.other]\nlimit = 0.1\n'
+    tenants = load(tmp_path, text).config.tenants
+    assert tenants == {"a.b c": TenantConfig(share=0.25, limit=0.5), "other": TenantConfig(limit=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[tenants.a]\nshare = 0.5\nlimit = 0.4", "share is 0.5, more than limit, which is 0.4"),
+        ("[tenants.a]\nlimit = 0", "more than 0 is allowed"),
+        ("[tenants.a]\nlimit = 1.5", "at most 1 is allowed"),
+        ("[tenants.a]\nshare = -1", "at least 0 is allowed"),
+        ("[tenants.a]\nshare = 0.6\n[tenants.b]\nshare = 0.6", "add up to 1.2"),
+        ("[traffic_classes.agent]\nshare = 0.6\n[traffic_classes.chatbot]\nshare = 0.6", "add up to 1.2"),
+        ('[tenants.""]\nlimit = 0.5', "a tenant's name is not empty"),
+        ("[tenants.a]\nlimt = 0.5", "did you mean tenants.a.limit?"),
+        ("[tenants]\nlimit = 0.5", "tenants.limit (file"),
+        ("[store]\nlow_watermark = 0.99", "store.low_watermark is 0.99, more than store.high_watermark"),
+        ("[store]\nhigh_watermark = 1.01", "at most 1 is allowed"),
+    ],
+)
+def test_quotas_and_watermarks_that_cannot_be_meant_are_refused(tmp_path, text, message):
+    assert message in refusal(tmp_path, text)
 
 
 def test_the_configuration_is_frozen():
@@ -369,7 +398,7 @@ def test_the_example_file_holds_every_key_with_its_default():
 def test_every_key_of_the_example_file_has_a_comment():
     lines = EXAMPLE.read_text().splitlines()
     for number, line in enumerate(lines):
-        if re.match(r"[a-z_]+ = ", line) and not line.startswith(("ttl_s", "refresh")):
+        if re.match(r"[a-z_]+ = ", line) and not line.startswith(("ttl_s", "refresh", "share", "limit")):
             assert lines[number - 1].startswith("# "), f"line {number + 1}: {line}"
 
 
@@ -391,7 +420,11 @@ def test_the_page_on_configuration_has_every_key_with_its_default():
     documented = {name: value for name, value, _ in rows}
     settings = {setting.name: setting.text for setting in load_config().settings}
     expected = {name: text for name, text in settings.items() if not name.startswith("traffic_classes.")}
+    quota = {"share": "0.0", "limit": "1.0"}
     expected |= {"traffic_classes.<name>.ttl_s": "", "traffic_classes.<name>.refresh": "on_access"}
+    expected |= {
+        f"{table}.<name>.{key}": text for table in ("traffic_classes", "tenants") for key, text in quota.items()
+    }
     assert documented == expected
 
 

@@ -13,6 +13,8 @@ import kvstore
 from kvstore.clock import ManualClock
 from kvstore.errors import CorruptDataDirError, FormatVersionError
 from kvstore.log import format as fmt
+from kvstore.log.device import FileDevice
+from kvstore.log.segment import Segment, segment_name
 from kvstore.types import ClassId, SegmentId
 from stores import assert_whole, chain_of, open_store, spec
 
@@ -33,16 +35,29 @@ ENTRY = fmt.Entry(
 HEADER = fmt.SegmentHeader(SegmentId(7), bytes(range(16)), ClassId(2), 256, 1_800_000_000)
 
 
-def test_the_worked_example_is_what_the_code_writes():
-    example = re.search(r"## 5\. Worked example.*?```\n(.*?)```", PAGE, re.S)
-    assert example is not None
-    assert bytes.fromhex(example[1]) == fmt.encode_row(SegmentId(7), 0, 12_288, ENTRY)
+def test_the_worked_examples_are_what_the_code_writes(tmp_path):
+    page = re.search(r"## 5\. Worked example.*?## 6", PAGE, re.S)
+    assert page is not None
+    row, use, seal = (bytes.fromhex(example) for example in re.findall(r"```\n(.*?)```", page[0], re.S))
+    assert row == fmt.encode_row(SegmentId(7), 0, 12_288, ENTRY)
+    segment = Segment.create(tmp_path / segment_name(SegmentId(7)), FileDevice(), HEADER)
+    uses = np.zeros((1, fmt.USE_COLUMNS), dtype="<u4")
+    uses[0, ENTRY.class_id] = ENTRY.create_time_s
+    segment.append([(ENTRY, b"12345")], uses)
+    assert segment.uses[0].tobytes() == use
+    assert segment.read_rows(0, 1)["length_bytes"][0] == 5
+    assert fmt.encode_seal(SegmentId(7), 1, 16_384) == seal
+    segment.seal()
+    assert fmt.decode_seal(segment.path.read_bytes()[fmt.SEAL_OFFSET :][: fmt.SEAL.size], SegmentId(7)) == (
+        1,
+        segment.end_bytes,
+    )
 
 
 def test_a_golden_header():
     page = HEADER.encode()
     assert len(page) == fmt.HEADER_BYTES
-    assert page[:52].hex() == (GOLDEN / "segment-header-v1.hex").read_text().strip()
+    assert page[:52].hex() == (GOLDEN / "segment-header-v2.hex").read_text().strip()
     assert fmt.SegmentHeader.decode(page, "x") == HEADER
 
 
@@ -79,9 +94,30 @@ def test_a_hole_of_zeros_is_no_row():
     assert not fmt.valid_rows(np.zeros(8, dtype=fmt.ROW_DTYPE), SegmentId(0)).any()
 
 
-def test_a_golden_data_directory_opens(tmp_path):
-    """Made by the first version: two conversations of 40 blocks that share 10. The index is not in it, it can be rebuilt."""
+def test_a_directory_of_the_version_before_is_refused_clearly_and_left_alone(tmp_path):
     with tarfile.open(GOLDEN / "data-dir-v1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(
+        FormatVersionError, match=r"format version 1, this server reads and writes 2; .*empty data directory"
+    ):
+        open_store(tmp_path / "data", ManualClock(1_800_000_100.0))
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != "LOCK"} == before
+
+
+def test_a_seal_that_is_not_whole_is_no_seal():
+    seal = bytearray(fmt.encode_seal(SegmentId(7), 3, 40_960))
+    assert fmt.decode_seal(bytes(seal), SegmentId(8)) is None
+    assert fmt.decode_seal(bytes(fmt.SEAL.size), SegmentId(7)) is None
+    for position in range(len(seal)):
+        seal[position] ^= 0x10
+        assert fmt.decode_seal(bytes(seal), SegmentId(7)) is None
+        seal[position] ^= 0x10
+
+
+def test_a_golden_data_directory_opens(tmp_path):
+    """Two conversations of 40 blocks that share 10. The index is not in it, it can be rebuilt."""
+    with tarfile.open(GOLDEN / "data-dir-v2.tar.gz") as archive:
         archive.extractall(tmp_path, filter="data")
     store = open_store(tmp_path / "data", ManualClock(1_800_000_100.0))
     namespace = store.register_namespace(spec())

@@ -14,7 +14,11 @@ import pytest
 from faults import FaultyDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import InvalidArgumentError, StorageError
+from kvstore.index import block_keys
+from kvstore.log import format as fmt
+from kvstore.log.writer import Stream
 from kvstore.types import EvictSelection, PutStatus
+from kvstore_api.checksum import block_checksum
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 
@@ -123,7 +127,7 @@ def test_blocks_that_cannot_be_moved_stay_where_they_are_and_once(tmp_path, cloc
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 40)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(1))
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
     store.delete(namespace, chain, 10, 30)
     device.fail_write_after = 12  # a header, then a few moved blocks, then no more
     store.sweep()
@@ -176,7 +180,7 @@ def test_too_few_descriptors_refuse_the_start_and_harm_nothing(tmp_path, clock):
     chains = [chain_of(namespace, conversation, 1) for conversation in range(40)]
     for chain in chains:
         put(store, namespace, chain)
-        store._on_writer(lambda: store._writer.seal(1))
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
     store.close()
     before = sorted(path.name for path in (tmp_path / "segments").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -280,4 +284,159 @@ def test_an_admins_eviction_frees_space_at_once(tmp_path, clock):
     before = du_bytes(tmp_path)
     store.evict(EvictSelection(namespace=namespace), dry_run=False)
     assert du_bytes(tmp_path) < before / 2
+    store.close()
+
+
+def test_a_stream_that_outlasts_its_lease_goes_on_from_the_files_it_holds(tmp_path, clock):
+    """A very long get: its blocks are evicted, its lease passes, the files are unlinked, and it still comes back whole."""
+    store = open_store(tmp_path, clock, capacity=64 << 20)
+    namespace = store.register_namespace(spec(4096))
+    chain = chain_of(namespace, 1, 2000)
+    put(store, namespace, chain)
+    match = store.match(namespace, chain, lease_s=1)
+    frames = store.read(namespace, chain, 0, 2000, match.lease)
+    first = next(frames)
+    store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    clock.advance(5)
+    store.sweep()
+    assert store.match(namespace, chain).hit_length_blocks == 0
+    assert not [p for p in (tmp_path / "segments").iterdir() if p.stat().st_blocks * 512 > 4 << 20]
+    blocks = list(first.blocks)
+    for frame in frames:
+        assert frame.misses == []
+        data = b"".join(bytes(part) for part in frame.parts)
+        for index, block in enumerate(frame.blocks):
+            assert data[index * 4096 : (index + 1) * 4096] == payload(chain[block], 4096)
+        blocks += frame.blocks
+    assert blocks == list(range(2000))
+    store.close()
+
+
+def test_a_late_get_after_the_lease_and_the_reclaim_is_a_miss(tmp_path, clock):
+    """For every call that reads."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 4)
+    put(store, namespace, chain)
+    data = b"state"
+    store.submit_put_state(namespace, chain[3], "w", data, block_checksum(data, chain[3])).result()
+    match = store.match(namespace, chain, lease_s=2)
+    store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    clock.advance(3)
+    store.sweep()
+    assert get(store, namespace, chain, lease=match.lease) == ({}, dict.fromkeys(range(4), "NOT_FOUND"))
+    in_messages = list(store.read(namespace, chain, 0, 4, match.lease, in_messages=True))
+    assert [miss.block for frame in in_messages for miss in frame.misses] == [0, 1, 2, 3]
+    assert store.read_state(namespace, chain[3], "w") is None
+    assert store.match(namespace, chain).hit_length_blocks == 0
+    store.close()
+
+
+def test_an_index_entry_that_names_another_blocks_slot_is_found_out_once(tmp_path, clock):
+    """Lookup says hit, the read finds something else: a miss, and the next match no longer claims it."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    right, wrong = chain_of(namespace, 1, 3), chain_of(namespace, 2, 3)
+    put(store, namespace, right)
+    keys = [block_keys(namespace.namespace_id, chain.data, 1, 1)[0] for chain in (right, wrong)]
+    store._on_writer(lambda: store._index.commit({keys[1]: store._index.lookup(keys)[keys[0]]}))
+    put(store, namespace, wrong, [0, 2])
+    assert store.match(namespace, wrong).hit_length_blocks == 3
+    found, misses = get(store, namespace, wrong)
+    assert (sorted(found), misses) == ([0, 2], {1: "NOT_FOUND"})
+    store.sweep()
+    assert store.match(namespace, wrong).hit_length_blocks == 1
+    assert_whole(store, namespace, right)
+    put(store, namespace, wrong)
+    assert_whole(store, namespace, wrong)
+    store.close()
+
+
+@pytest.mark.parametrize("field", ["magic", "crc32", "prefix_hash", "offset_bytes", "length_bytes"])
+def test_a_damaged_row_is_a_miss_is_counted_and_not_offered_again(tmp_path, clock, field):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    segment = store._segments.all()[0]
+    with segment.path.open("r+b") as file:
+        at = segment.layout.row_offset(1) + fmt.ROW_DTYPE.fields[field][1]
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x20]))
+    found, misses = get(store, namespace, chain)
+    if field == "crc32":  # of the row itself: what the row says still leads to the right bytes
+        assert misses == {}
+    else:
+        assert (sorted(found), misses) == ([0, 2], {1: "CORRUPT"})
+        assert store.counters.snapshot()["blocks_corrupt"] == 1
+        assert store.match(namespace, chain).hit_length_blocks == 1
+    assert {block: data == payload(chain[block]) for block, data in found.items()} == dict.fromkeys(found, True)
+    store.close()
+
+
+def test_files_set_aside_as_damaged_go_before_anything_live(tmp_path, clock, caplog):
+    store = open_store(tmp_path, clock, capacity=2 << 20)
+    namespace = store.register_namespace(spec(4096))
+    for conversation in range(20):
+        put(store, namespace, chain_of(namespace, conversation, 10))
+    store.close()
+    victim = min((tmp_path / "segments").iterdir())
+    with victim.open("r+b") as file:
+        file.write(b"\xff" * 64)
+    store = open_store(tmp_path, clock, capacity=2 << 20)
+    aside = victim.with_suffix(".seg.damaged")
+    assert aside.exists()
+    assert store.status().used_bytes == du_bytes(tmp_path)
+    conversation = 100
+    while aside.exists():
+        assert store.counters.snapshot()["blocks_evicted"] == 0
+        clock.advance(1)
+        put(store, namespace, chain_of(namespace, conversation, 10))
+        conversation += 1
+    assert store.status().used_bytes == du_bytes(tmp_path) <= 2 << 20
+    assert "removed to make room" in caplog.text
+    store.close()
+
+
+def test_moved_blocks_do_not_mix_with_new_ones(tmp_path, clock):
+    """Their times differ: a segment whose blocks expire together goes as a whole."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec(4096))
+    mixed = chain_of(namespace, 1, 20)
+    put(store, namespace, mixed)
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    fresh = chain_of(namespace, 2, 3)
+    put(store, namespace, fresh)
+    store.delete(namespace, mixed, 4, 16)
+    store.sweep()
+    assert_whole(store, namespace, mixed.first(4))
+    places = {
+        name: {
+            info.addr.segment_id for block in chain for info in store.find_blocks(block.hex()) if info.state == "live"
+        }
+        for name, chain in (("moved", mixed.first(4)), ("fresh", fresh))
+    }
+    assert not places["moved"] & places["fresh"]
+    assert store.counters.snapshot()["blocks_moved"] == 4
+    store.close()
+
+
+def test_space_is_reclaimed_ahead_of_need_between_the_watermarks(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=8 << 20, high_watermark=0.7, low_watermark=0.5)
+    namespace = store.register_namespace(spec(4096))
+    conversation = 0
+    while store.status().used_bytes < 0.72 * (8 << 20):
+        put(store, namespace, chain_of(namespace, conversation, 10))
+        conversation += 1
+    for _ in range(4):
+        store.sweep()
+    assert 0.4 * (8 << 20) < store.status().used_bytes <= 0.5 * (8 << 20)
+    before = store.counters.snapshot()["segments_reclaimed"]
+    while store.status().used_bytes < 0.69 * (8 << 20):
+        put(store, namespace, chain_of(namespace, conversation, 10))
+        conversation += 1
+        store.sweep()
+    assert store.counters.snapshot()["segments_reclaimed"] == before  # between the marks it waits
     store.close()

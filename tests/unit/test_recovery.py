@@ -26,6 +26,7 @@ from kvstore.errors import (
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
+from kvstore.log.writer import Stream
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -189,7 +190,7 @@ def test_a_crash_while_a_segment_is_being_reclaimed(tmp_path, clock):
         kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
         put(store, namespace, kept)
         put(store, namespace, dropped)
-        store._writer.call(lambda store=store: store._writer.seal(1)).result()
+        store._writer.call(lambda store=store: store._writer.seal(Stream(1))).result()
         store.delete(namespace, dropped, 0, 30)
         owner = store._index if step == "commit" else store._segments
         original = getattr(owner, step)
@@ -350,12 +351,12 @@ def test_a_newer_format_is_refused_and_nothing_is_changed(filled, clock):
     document["format_version"] = fmt.FORMAT_VERSION + 1
     catalog.write_text(json.dumps(document))
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "LOCK"}
-    with pytest.raises(FormatVersionError, match=r"format version 2.*reads and writes 1"):
+    with pytest.raises(FormatVersionError, match=r"format version 3.*reads and writes 2"):
         open_store(path, clock)
     assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "LOCK"}
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"crc32": 1, "format_version": 1, "catalog": "{}"}', "[]"])
+@pytest.mark.parametrize("text", ["", "{", '{"crc32": 1, "format_version": 2, "catalog": "{}"}', "[]"])
 def test_a_broken_catalog_is_refused_by_name(filled, clock, text):
     path, _, _ = filled
     (path / "catalog.json").write_text(text)
