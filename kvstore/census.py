@@ -38,19 +38,10 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """The live blocks of one namespace in one segment."""
-
-    blocks: int
-    bytes: int
-    taken_bytes: int  # with padding
-
-
-@dataclass(frozen=True, slots=True)
 class Summary:
     """What a segment held at `as_of_s`."""
 
-    shares: Mapping[int, Share]  # by namespace id
+    shares: Mapping[int, Usage]  # by namespace id
     worth: float  # at that time: the mean of the half of its live bytes that are worth least
     fading: float  # what that loses a second while nothing is used
     as_of_s: float
@@ -91,7 +82,7 @@ class Census:
         for segment_id in [known for known in list(self._summaries) if known not in kept]:
             self._summaries.pop(segment_id, None)
 
-    def live_shares(self, segment: Segment) -> dict[int, Share]:
+    def live_shares(self, segment: Segment) -> dict[int, Usage]:
         """The segment's live blocks by namespace."""
         tenants = self._rules().tenants
         return {ns: share for ns, share in self.of(segment).shares.items() if ns in tenants}
@@ -101,7 +92,8 @@ class Census:
         total: dict[int, Usage] = {}
         for segment in segments:
             for share in self.live_shares(segment).values():
-                total[segment.header.class_id] = _plus(total.get(segment.header.class_id), share)
+                class_id = segment.header.class_id
+                total[class_id] = total.get(class_id, Usage()) + share
         return total
 
     def by_namespace(self, segments: Iterable[Segment]) -> dict[int, Usage]:
@@ -109,13 +101,12 @@ class Census:
         total: dict[int, Usage] = {}
         for segment in segments:
             for namespace_id, share in self.live_shares(segment).items():
-                total[namespace_id] = _plus(total.get(namespace_id), share)
+                total[namespace_id] = total.get(namespace_id, Usage()) + share
         return total
 
     def total(self, segments: Iterable[Segment]) -> Usage:
         """All of them."""
-        usages = self.by_class(segments).values()
-        return Usage(sum(u.blocks for u in usages), sum(u.bytes for u in usages), sum(u.taken_bytes for u in usages))
+        return sum(self.by_class(segments).values(), Usage())
 
 
 def live_mask(segment: Segment, rules: Rules, now_s: float) -> NDArray[np.bool_]:
@@ -150,7 +141,7 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     blocks = np.bincount(owner)
     sums = [np.bincount(owner, weights=column) for column in (lengths, taken)]
     shares = {
-        int(namespace_id): Share(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
+        int(namespace_id): Usage(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
     }
     order = np.argsort(worth)
     cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
@@ -178,9 +169,3 @@ def taken_bytes(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """What payloads of these lengths take in the file: whole pages."""
     pages: NDArray[np.int64] = -(-lengths.astype(np.int64) // fmt.ALIGNMENT_BYTES)
     return pages * fmt.ALIGNMENT_BYTES
-
-
-def _plus(usage: Usage | None, share: Share) -> Usage:
-    if usage is None:
-        return Usage(share.blocks, share.bytes, share.taken_bytes)
-    return Usage(usage.blocks + share.blocks, usage.bytes + share.bytes, usage.taken_bytes + share.taken_bytes)

@@ -23,6 +23,7 @@ from kvstore.log import format as fmt
 from kvstore.log.check import Alive, Damage, check_blocks, whole_rows
 from kvstore.log.readonly import ReadOnlyDevice
 from kvstore.log.segment import Segment, segment_name
+from kvstore.log.segments import is_blank
 from kvstore.types import BlockAddr, SegmentId
 
 if TYPE_CHECKING:
@@ -191,7 +192,8 @@ class _Check:
             trusted_slots = self._open(name, trust_seal=True).slot_count
         except CorruptDataDirError as error:
             aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
-            self._broken_segment(SEGMENT_DAMAGED, name, str(error), aside)
+            blank = "removes it: nothing is in it, as after a power loss shortly after it was made"
+            self._broken_segment(SEGMENT_DAMAGED, name, str(error), blank if is_blank(self._paths[name]) else aside)
         except (ForeignSegmentError, FormatVersionError) as error:
             self._broken_segment(SEGMENT_FOREIGN, name, str(error), _REFUSES)
         except OSError as error:

@@ -37,6 +37,10 @@ class Quotas:
     tenants: Mapping[str, Quota]
     other_tenants: Quota = Quota()
 
+    def of_class(self, class_id: int) -> Quota:
+        """A class's quota; classes that are no longer configured have none."""
+        return self.classes.get(class_id, Quota())
+
     def of_tenant(self, tenant: str) -> Quota:
         """A tenant's quota."""
         return self.tenants.get(tenant, self.other_tenants)
@@ -132,7 +136,7 @@ class QuotaBook:
 
     def _quota(self, holder: Holder) -> Quota:
         if holder.class_id is not None:
-            return self._quotas.classes.get(holder.class_id, Quota())
+            return self._quotas.of_class(holder.class_id)
         return self._quotas.of_tenant(holder.tenant or "")
 
     def limit_bytes(self, holder: Holder) -> int:

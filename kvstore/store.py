@@ -57,6 +57,7 @@ from kvstore.types import (
     PutBlock,
     PutResult,
     PutStatus,
+    QuotaUsage,
     SegmentId,
     StateObject,
     StoreStatus,
@@ -96,10 +97,10 @@ _SEGMENTS_PER_CAPACITY = 16  # reclaim works by segments, so there have to be so
 _HEX_PREFIX_MIN = 8
 _LEASE_RETRIES = 3
 _MOVE_RETRIES = 3
-_RUNS_MAX = 64  # of neighbouring slots, beyond which they are not looked at one by one
 # Who has reached a limit and still puts loses its coldest blocks down to this share of it, but none used so lately.
 _TRIM_TO_SHARE = 15 / 16
 _TRIM_SPARES_S = 60
+_RUNS_MAX = 64  # of neighbouring slots, beyond which they are not looked at one by one
 
 
 class LocalStore:
@@ -147,8 +148,9 @@ class LocalStore:
         self._reader = BlockReader(self._segments, self.counters, self._correct_index)
         self._census = Census(lambda: self._rules, self._clock)
         self._adopt_classes(traffic_classes)
+        self._all_quotas = _quotas(self._catalog, traffic_classes, tenants)
         self._quotas = QuotaBook(
-            _quotas(self._catalog, traffic_classes, tenants),
+            self._all_quotas,
             config.capacity,
             self._census,
             self._segments.all,
@@ -824,6 +826,24 @@ class LocalStore:
     def last_invariants(self) -> InvariantReport | None:
         """What the last check since the start has found."""
         return self._invariants
+
+    def quotas(self) -> list[QuotaUsage]:
+        """Every traffic class, then every tenant that has a namespace or a quota, with what it may hold and holds."""
+        segments = self._segments.all()
+        by_class = self._census.by_class(segments)
+        by_tenant: dict[str, Usage] = dict.fromkeys(self._all_quotas.tenants, Usage())
+        by_namespace = self._census.by_namespace(segments)
+        for namespace_id, tenant in self._rules.tenants.items():
+            by_tenant[tenant] = by_tenant.get(tenant, Usage()) + by_namespace.get(namespace_id, Usage())
+        of_class = {name: self._all_quotas.of_class(r.class_id) for name, r in self._catalog.classes.items()}
+        return [
+            QuotaUsage(name, "", quota.share, quota.limit, by_class.get(self._catalog.classes[name].class_id, Usage()))
+            for name, quota in of_class.items()
+        ] + [
+            QuotaUsage("", tenant, quota.share, quota.limit, usage)
+            for tenant, usage in sorted(by_tenant.items())
+            for quota in [self._all_quotas.of_tenant(tenant)]
+        ]
 
     def evict(self, selection: EvictSelection, *, dry_run: bool) -> Usage:
         """Evict the blocks selected, or only count them. They are misses at once and after a restart.

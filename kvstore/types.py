@@ -121,6 +121,20 @@ class Usage:
     bytes: int = 0
     taken_bytes: int = 0
 
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.blocks + other.blocks, self.bytes + other.bytes, self.taken_bytes + other.taken_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaUsage:
+    """What a traffic class or tenant may hold, as shares of the capacity, and what it holds."""
+
+    traffic_class: str  # its name, or empty for a tenant's
+    tenant: str  # likewise
+    share: float
+    limit: float
+    usage: Usage
+
 
 @dataclass(frozen=True, slots=True)
 class EvictSelection:

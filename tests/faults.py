@@ -316,10 +316,10 @@ class PowerLossDevice(FaultyDevice):
         for directory in ("segments", "index"):
             (self.root / directory).mkdir()
         for name, data in content(image).items():
-            _write_sparse(self.root / name, data)
+            (self.root / name).write_bytes(data)
         index = image.index if keep_index else self._some_index(image)
         if index is not None:
-            _write_sparse(self.root / _INDEX, index)
+            (self.root / _INDEX).write_bytes(index)
         self.crash_after, self.image = None, None
         return image
 
@@ -377,17 +377,6 @@ class PowerLossDevice(FaultyDevice):
             *image.old_indexes,
         ]
         return self._rng.choice(choices)
-
-
-def _write_sparse(path: Path, data: bytes) -> None:
-    """Write a file with holes where there are only zeros, so that it takes as little as the original."""
-    with path.open("wb") as file:
-        for start in range(0, len(data), _PAGE_BYTES):
-            page = data[start : start + _PAGE_BYTES]
-            if any(page):
-                file.seek(start)
-                file.write(page)
-        file.truncate(len(data))
 
 
 def flip_bit(path: Path, offset_bytes: int, bit: int) -> None:

@@ -52,7 +52,7 @@ class SegmentSet:
             try:
                 self._add(Segment.open(path, self._device, self._store_id, trust_seal=trust_seals))
             except CorruptDataDirError as error:
-                if _is_blank(path):
+                if is_blank(path):
                     # Made shortly before a power loss and never synced: it says nothing, and nobody could make it say more.
                     self._device.unlink(path)
                     _log.warning("segment %s was never written before the machine stopped and is removed", path.name)
@@ -182,7 +182,7 @@ class SegmentSet:
         self._retiring.clear()
 
 
-def _is_blank(path: Path) -> bool:
+def is_blank(path: Path) -> bool:
     """Whether a segment file's header page is missing or all zeros."""
     with path.open("rb") as file:
         return not any(file.read(fmt.HEADER_BYTES))
