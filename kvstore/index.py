@@ -202,10 +202,15 @@ class BlockIndex:
                     values.append(map(_VALUE, found))
                     start, size = start + len(keys), size * _BATCH_GROWTH
                     continue
-                values.append(value for (key, value), wanted in zip(found, keys, strict=False) if key == wanted)
                 # `found` skips what is missing, so past the first gap no key stands where it is wanted any more.
+                there = [value for (key, value), wanted in zip(found, keys, strict=False) if key == wanted]
+                values.append(there)
+                start += len(there)
                 break
-        packed = np.frombuffer(b"".join(chain.from_iterable(values)), dtype="<u8")
+            data = b"".join(chain.from_iterable(values))
+            if len(data) != start * _ADDR.size:
+                raise lmdb.CorruptedError(f"entries of {len(data)} bytes for {start} blocks")
+        packed = np.frombuffer(data, dtype="<u8")
         addrs = np.empty(len(packed), dtype=ADDR_DTYPE)
         addrs["segment_id"], addrs["slot"] = packed >> _SLOT_BITS, packed & _SLOT_MASK
         return addrs

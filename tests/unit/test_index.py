@@ -126,3 +126,18 @@ def test_opened_twice_is_an_error_and_not_a_signal(index, tmp_path):
         BlockIndex(tmp_path / "index", "0" * 32, 1 << 20, FileDevice())
     index.commit(entries(0, 10))
     assert index.lookup(sorted(entries(0, 10))) == entries(0, 10)
+
+
+@pytest.mark.parametrize("value", [b"", b"1234567", b"123456789"])
+def test_an_entry_of_a_wrong_size_is_damage_and_no_address(index, tmp_path, value):
+    """As a page that went bad while it was in use may hold."""
+    hashes = os.urandom(32 * 40)
+    keys = block_keys(1, hashes, 0, 40)
+    index.commit({key: BlockAddr(SegmentId(7), slot) for slot, key in enumerate(keys)})
+    assert len(index.leading_run(1, hashes)) == 40
+    with index._env.begin(write=True, db=index._blocks) as txn:
+        txn.put(keys[20], value)
+    for look in (lambda: index.leading_run(1, hashes), lambda: index.lookup(keys)):
+        with pytest.raises(StorageError, match="entr"):
+            look()
+    assert (tmp_path / "index" / "damaged").exists()
