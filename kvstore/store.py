@@ -554,8 +554,14 @@ class LocalStore:
     def _delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
         """On the writer thread: a block that is just being moved would take no flag along."""
         addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
-        for segment, where in self._by_segment(addrs[live]):
-            segment.flag(addrs[live]["slot"][where], fmt.FLAG_DELETED)
+        for segment, where in self._by_segment(addrs):
+            # Expired ones too: a longer TTL could bring them back, and deleted stays deleted.
+            slots = addrs["slot"][where]
+            if not (slots < segment.header.row_capacity).all():
+                continue  # a damaged index: nothing of it is live either
+            expired = (segment.uses[slots, 0] == 0) & ~live[where]
+            self.counters.add(blocks_expired=int(expired.sum()))
+            segment.flag(slots, fmt.FLAG_DELETED)
         if self._config.durability == "sync":
             self._segments.sync_flags()
         deleted = int(live.sum())
