@@ -64,7 +64,7 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         # Only segments that were open can hold rows whose index commit did not happen.
         suspects = [] if found.clean else [segment for segment in in_use if segment.state == fmt.STATE_OPEN]
     if segments.durable:
-        # What is answered "exists" from now on has to survive power loss, and a process that died may not have synced its last rows.
+        # What is answered "exists" from now on has to survive power loss, and a dead process may not have synced its last rows.
         for segment in in_use if not found.clean else ():
             _sync(segment)
     indexed = 0
@@ -82,7 +82,9 @@ def _sync(segment: Segment) -> None:
     try:
         segment.sync()
     except OSError as error:
-        _log.warning("segment %d cannot be synced: a power loss may take its last blocks: %s", segment.segment_id, error)
+        _log.warning(
+            "segment %d cannot be synced: a power loss may take its last blocks: %s", segment.segment_id, error
+        )
 
 
 def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> int:

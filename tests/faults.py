@@ -249,7 +249,9 @@ class PowerLossDevice(FaultyDevice):
 
     def restart(self) -> None:
         """Put the image in place as a process finds it whose predecessor died. The store must have let go of its files."""
-        image = self._put_back(lambda image: {name: inode.content for name, inode in image.now.items()}, keep_index=True)
+        image = self._put_back(
+            lambda image: {name: inode.content for name, inode in image.now.items()}, keep_index=True
+        )
         names = {id(inode): name for name, inode in image.now.items()}
         for name, inode in image.now.items():
             self._names[name] = self._reopened(self.root / name, inode)
@@ -367,7 +369,13 @@ class PowerLossDevice(FaultyDevice):
         return mixed[:length]
 
     def _some_index(self, image: Image) -> bytes | None:
-        choices: list[bytes | None] = [None, None, image.index, self._rng.randbytes(5 * _PAGE_BYTES), *image.old_indexes]
+        choices: list[bytes | None] = [
+            None,
+            None,
+            image.index,
+            self._rng.randbytes(5 * _PAGE_BYTES),
+            *image.old_indexes,
+        ]
         return self._rng.choice(choices)
 
 

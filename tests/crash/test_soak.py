@@ -1,4 +1,4 @@
-"""A real store in a process of its own, killed at random and damaged now and then: right or missing, and never lost without a cause.
+"""A real store in a process of its own, killed at random and damaged now and then: right or missing, never lost for no cause.
 
 `make soak SOAK_MINUTES=30` goes on for so long; a few rounds run with the other tests.
 """
@@ -79,7 +79,10 @@ class Life:
         """Let a child work for a while, kill it, and note what it said."""
         arguments = [str(self.path), str(self.rng.getrandbits(32)), str(CONVERSATIONS[self.pressed]), self.durability]
         process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent
+            [sys.executable, "-c", CHILD, *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent.parent,
         )
         lines = self.rng.randrange(1, lines_max)
         with process:
@@ -134,11 +137,15 @@ class Life:
         for conversation in range(CONVERSATIONS[self.pressed]):
             chain = chain_of(namespace, conversation, CHAIN_BLOCKS)
             found, _ = get(store, namespace, chain)
-            assert all(data == payload(chain[block], BLOCK_BYTES) for block, data in found.items()), f"wrong bytes, {when}"
+            assert all(data == payload(chain[block], BLOCK_BYTES) for block, data in found.items()), (
+                f"wrong bytes, {when}"
+            )
             assert not (found and conversation in self.absent), f"conversation {conversation} was deleted, {when}"
             self.losses -= len(set(range(self.stored.get(conversation, 0))) - set(found))
             assert self.losses >= 0, f"acknowledged blocks of conversation {conversation} are gone, {when}"
-            self.stored[conversation] = next((block for block in range(CHAIN_BLOCKS) if block not in found), CHAIN_BLOCKS)
+            self.stored[conversation] = next(
+                (block for block in range(CHAIN_BLOCKS) if block not in found), CHAIN_BLOCKS
+            )
             there += len(found)
         assert store.status().used_bytes == tree_bytes(self.path) <= CAPACITY, when
         store.close()
