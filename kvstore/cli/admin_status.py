@@ -49,7 +49,9 @@ class Status(Result):
     namespace_count: int
     hit_rate: float
     write_amplification: float  # bytes written to segment files / bytes stored; 0 when nothing was stored
-    clock_ahead_s: float  # the store's time minus the wall clock; negative while a jump of the clock is not believed yet
+    clock_ahead_s: (
+        float  # the store's time minus the wall clock; negative while a jump of the clock is not believed yet
+    )
     invariants: Invariants | None  # the last check of the store against itself; None: never
     classes: Sequence[ClassUsage]
     counters: Mapping[str, int]
@@ -95,7 +97,9 @@ class Status(Result):
     def _clock_text(self) -> str:
         if self.clock_ahead_s > 0:
             return f"{self.clock_ahead_s:,.0f} s behind the store's time, which never turns back"
-        return f"{-self.clock_ahead_s:,.0f} s ahead of the store's time; that is believed once it has lasted for a while"
+        return (
+            f"{-self.clock_ahead_s:,.0f} s ahead of the store's time; that is believed once it has lasted for a while"
+        )
 
 
 @dataclass(frozen=True, slots=True)
