@@ -1,7 +1,7 @@
 """Bringing index and segments together at start: roll forward after a crash, or rebuild the index from the segments.
 
 Nothing here writes a payload or truncates a file. Rows that are whole and not flagged become entries; a block found twice keeps
-its latest place. A segment that was being retired is finished off.
+its latest place, if its bytes are whole there. A segment that was being retired is finished off.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from kvstore.errors import StorageError, StoreFullError
 from kvstore.index import IndexState, row_key
 from kvstore.log import format as fmt
 from kvstore.types import BlockAddr
+from kvstore_api.checksum import block_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,10 +101,26 @@ def _index_rows(segment: Segment, segments: SegmentSet, index: BlockIndex) -> in
         elif other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
             segment.flag(np.array([here.slot]), fmt.FLAG_EVICTED)
             del wanted[key]
+        elif other is not None and not _payload_is_whole(segment, rows[here.slot]):
+            # A power loss in the middle of a move leaves the row and not the bytes; the place it was moved from is still good.
+            segment.flag(np.array([here.slot]), fmt.FLAG_DELETED)
+            del wanted[key]
         elif other is not None:
             other.flag(np.array([known.slot]), fmt.FLAG_EVICTED)
     index.commit(wanted)
     return len(wanted)
+
+
+def _payload_is_whole(segment: Segment, row: np.void) -> bool:
+    """Whether a block's bytes are those its row promises; looked at only when there is another copy to choose."""
+    if row["kind"] != fmt.KIND_BLOCK:
+        return True  # the row of a state object does not say what its checksum is seeded with
+    payload = memoryview(bytearray(int(row["length_bytes"])))
+    try:
+        size = segment.read_payloads([payload], int(row["offset_bytes"]))
+    except OSError:
+        return False
+    return size == len(payload) and block_checksum(payload, row["prefix_hash"].tobytes()) == int(row["checksum"])
 
 
 def _finish_retiring(segment: Segment, segments: SegmentSet, index: BlockIndex) -> None:

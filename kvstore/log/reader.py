@@ -156,7 +156,8 @@ class BlockReader:
         for position, (index, is_named) in enumerate(zip(indices, named.tolist(), strict=True)):
             if not is_named:
                 # The slot holds something else: a token or an index entry that is out of date, or a damaged row.
-                reasons[index] = "NOT_FOUND"
+                damaged = self._end_if_damaged(run, position, rows)
+                reasons[index] = "CORRUPT" if damaged else "NOT_FOUND"
                 continue
             block = target[position * size : (position + 1) * size]
             if position < got and block_checksum(block, request.prefix_hash(index)) == sums[position]:
@@ -165,6 +166,17 @@ class BlockReader:
                 reasons[index] = "CORRUPT"
                 run.segment.flag(np.array([run.slot + position]), fmt.FLAG_DELETED)
                 self._counters.add(blocks_corrupt=1)
+
+    def _end_if_damaged(self, run: _Run, position: int, rows: NDArray[np.void]) -> bool:
+        """A row that is not whole any more would be offered and missed for ever, so it is flagged and counted, once."""
+        slot, segment = run.slot + position, run.segment
+        if slot >= segment.slot_count or segment.uses[slot, 0] & fmt.FLAG_DELETED:
+            return False
+        if fmt.valid_rows(rows[position : position + 1], segment.segment_id, slot)[0]:
+            return False
+        segment.flag(np.array([slot]), fmt.FLAG_DELETED)
+        self._counters.add(blocks_corrupt=1)
+        return True
 
     def _rightly_named(self, request: ReadRequest, run: _Run, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         first = request.first_block + run.index

@@ -13,9 +13,7 @@ SEEDS = range(12)  # what is lost differs: some of these lose everything that wa
 
 
 def open_durable(path, device):
-    store = open_store(
-        path, ManualClock(), capacity=512 << 10, segment_size=32 << 10, device=device, durability="sync"
-    )
+    store = open_store(path, ManualClock(), capacity=512 << 10, segment_size=32 << 10, device=device, durability="sync")
     store._writer._housekeeping = lambda: None
     return store
 

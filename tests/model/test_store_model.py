@@ -366,6 +366,8 @@ class StoreModel(RuleBasedStateMachine):
     def sweep(self) -> None:
         self.attempt(self.store.sweep)
         self.come_back_if_stopped()
+        for which in range(LEASES_HELD):
+            self.read_under_one_of_the_leases(which)
 
     def restart(self, *, lose_index: bool) -> None:
         self.count_evictions()
@@ -531,7 +533,7 @@ class DurableStoreModel(StoreModel):
 
 # A failing run prints its steps with the seeds that everything comes from. Not shrunk: that would take minutes.
 _SETTINGS = settings(
-    max_examples=8,
+    max_examples=12,
     stateful_step_count=20,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
