@@ -537,7 +537,7 @@ class DurableStoreModel(StoreModel):
 
 # A failing run prints its steps with the seeds that everything comes from. Not shrunk: that would take minutes.
 _SETTINGS = settings(
-    max_examples=12,
+    max_examples=8,
     stateful_step_count=20,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
