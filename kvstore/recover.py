@@ -1,7 +1,7 @@
 """Bringing index and segments together at start: roll forward after a crash, or rebuild the index from the segments.
 
 Nothing here writes a payload or truncates a file. Rows that are whole and not flagged become entries; a block found twice keeps
-its latest place. A segment that was being retired is finished off.
+its latest place, if its bytes are whole there. A segment that was being retired is finished off.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from kvstore.errors import StorageError, StoreFullError
 from kvstore.index import ADDR_DTYPE, IndexState, key_array, row_keys, split_keys
 from kvstore.log import format as fmt
+from kvstore.log.check import payload_is_right
 from kvstore.types import BlockAddr
 
 if TYPE_CHECKING:
@@ -146,11 +147,26 @@ def _settle_duplicates(part: _Rows, segments: SegmentSet, index: BlockIndex) -> 
         if other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
             segment.flag(np.array([here.slot]), fmt.FLAG_EVICTED)
             continue
+        if other is not None and not _payload_is_whole(segment, here.slot):
+            # A power loss in the middle of a move leaves the row and not the bytes; the place it was moved from is still good.
+            segment.flag(np.array([here.slot]), fmt.FLAG_DELETED)
+            continue
         if other is not None:
             other.flag(np.array([known.slot]), fmt.FLAG_EVICTED)
         wanted[key] = here
     index.commit(wanted)
     return len(wanted)
+
+
+def _payload_is_whole(segment: Segment, slot: int) -> bool:
+    """Whether a block's bytes are those its row promises; looked at only when there is another copy to choose."""
+    row = segment.read_rows(slot, 1)[0]
+    payload = memoryview(bytearray(int(row["length_bytes"])))
+    try:
+        size = segment.read_payloads([payload], int(row["offset_bytes"]))
+    except OSError:
+        return False
+    return size == len(payload) and payload_is_right(row, payload)
 
 
 def _finish_retiring(segment: Segment, segments: SegmentSet, index: BlockIndex) -> None:

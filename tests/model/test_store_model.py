@@ -366,6 +366,8 @@ class StoreModel(RuleBasedStateMachine):
     def sweep(self) -> None:
         self.attempt(self.store.sweep)
         self.come_back_if_stopped()
+        for which in range(LEASES_HELD):
+            self.read_under_one_of_the_leases(which)
 
     def restart(self, *, lose_index: bool) -> None:
         self.count_evictions()
@@ -507,7 +509,11 @@ class StoreModel(RuleBasedStateMachine):
     def the_cap_holds(self) -> None:
         used = tree_bytes(self.path)
         counted = self.store.status().used_bytes
-        assert counted == used, f"counted {counted} bytes, du says {used}; {self.device}"
+        # tmpfs, unlike ext4, gives a page to whoever reads a hole through a map: the tables of a segment without blocks.
+        empty = sum(segment.slot_count == 0 for segment in self.store._segments.all())
+        assert counted <= used <= counted + 2 * empty * fmt.ALIGNMENT_BYTES, (
+            f"counted {counted} bytes, du says {used}; {self.device}"
+        )
         self.over_cap &= used > CAPACITY
         assert used <= CAPACITY or self.over_cap
 

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvstore.census import expired_mask
 from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.types import PutStatus
@@ -56,7 +57,9 @@ def check_books(store, path, stored: int, when: str) -> None:
     assert status.used_bytes == du_bytes(path) <= CAPACITY, when
     assert counters["blocks_stored"] == stored, when
     # A block that has expired is neither alive nor counted as expired until its segment is reclaimed or it is put again.
-    waiting = sum(int(store._expired_mask(segment).sum()) for segment in store._segments.all())
+    waiting = sum(
+        int(expired_mask(segment, store._rules, store._clock.now_s()).sum()) for segment in store._segments.all()
+    )
     gone = counters["blocks_evicted"] + counters["blocks_expired"] + counters["blocks_deleted"] + waiting
     assert stored - gone == status.live.blocks, when
 

@@ -815,7 +815,8 @@ def test_swapped_rows_give_misses_not_each_others_blocks(store, namespace, tmp_p
     found, misses = get(store, namespace, chain)
     assert found == {}
     assert misses == {0: "CORRUPT", 1: "CORRUPT"}
-    assert store.match(namespace, chain).hit_length_blocks == 0
+    assert store.match(namespace, chain).hit_length_blocks == 0, "what is damaged is not offered again"
+    assert store.counters.snapshot()["blocks_corrupt"] == 2
 
 
 def test_a_reader_sees_a_block_whole_or_not_at_all(store, namespace):
