@@ -19,6 +19,7 @@ from kvstore.messages import (
     from_duration,
     invariants_message,
     namespace_message,
+    quota_message,
     to_timestamp,
     traffic_class_message,
     usage_message,
@@ -81,6 +82,7 @@ class AdminService:
             "DropNamespace": unary("DropNamespace", pb.DropNamespaceRequest, self._drop_namespace),
             "ListTrafficClasses": unary("ListTrafficClasses", pb.ListTrafficClassesRequest, self._list_classes),
             "SetTrafficClassTtl": unary("SetTrafficClassTtl", pb.SetTrafficClassTtlRequest, self._set_ttl),
+            "ListQuotas": unary("ListQuotas", pb.ListQuotasRequest, self._list_quotas),
             "Evict": unary("Evict", pb.EvictRequest, self._evict),
             "FindBlocks": unary("FindBlocks", pb.FindBlocksRequest, self._find_blocks),
             "Verify": edge.streams_out("Verify", pb.VerifyRequest, self._verify),
@@ -114,6 +116,8 @@ class AdminService:
             hit_rate=_hit_rate(counters),
             durability=status.durability,
             invariants=invariants_message(status.invariants) if status.invariants is not None else None,
+            write_amplification=_write_amplification(counters),
+            clock_ahead_s=status.clock_ahead_s,
         )
 
     async def _list_namespaces(self, request: pb.ListNamespacesRequest, context: Context) -> pb.ListNamespacesResponse:
@@ -143,6 +147,9 @@ class AdminService:
         call = partial(self._store().set_ttl, request.traffic_class, int(ttl_s))
         before, after = await self._run(call, context)
         return pb.SetTrafficClassTtlResponse(before=traffic_class_message(before), after=traffic_class_message(after))
+
+    async def _list_quotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:
+        return await self._run(partial(_quota_page, self._store(), _last_holder(request.page_token)), context)
 
     async def _evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:
         store = self._store()
@@ -256,6 +263,38 @@ def _namespace_page(store: LocalStore, last_id: int) -> pb.ListNamespacesRespons
     return page
 
 
+# A token of quotas names the last holder sent before; classes come before tenants.
+_HOLDER_KINDS = ("class", "tenant")
+
+
+def _last_holder(page_token: str) -> tuple[int, str]:
+    """What sorts as the last holder sent before; before all of them at the beginning."""
+    kind, _, name = page_token.partition("/")
+    if not page_token:
+        return 0, ""
+    if name and kind in _HOLDER_KINDS:
+        return _HOLDER_KINDS.index(kind), name
+    raise InvalidArgumentError(f"page_token is {page_token[:64]!r}, which no answer of this call has given")
+
+
+def _quota_page(store: LocalStore, last: tuple[int, str]) -> pb.ListQuotasResponse:
+    """Quotas of those whose names sort after `last`, as many as fit in a page; who comes or goes meanwhile is no trouble."""
+    page = pb.ListQuotasResponse(capacity_bytes=store.status().capacity_bytes)
+    page_bytes = 0
+    holders = {(int(bool(quota.tenant)), quota.tenant or quota.traffic_class): quota for quota in store.quotas()}
+    for holder in sorted(holders):
+        if holder <= last:
+            continue
+        message = quota_message(holders[holder])
+        page_bytes += message.ByteSize()
+        if page.quotas and page_bytes > PAGE_BYTES_MAX:
+            page.next_page_token = f"{_HOLDER_KINDS[last[0]]}/{last[1]}"
+            break
+        page.quotas.append(message)
+        last = holder
+    return page
+
+
 def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage]:
     namespace = store.find_namespace(hex_prefix)
     usage = {found.digest: usage for found, usage in store.namespaces()}
@@ -275,3 +314,8 @@ def _selection(store: LocalStore, request: pb.EvictRequest) -> EvictSelection:
 def _hit_rate(counters: Mapping[str, int]) -> float:
     asked = counters["asked_tokens"]
     return counters["hit_tokens"] / asked if asked else 0.0
+
+
+def _write_amplification(counters: Mapping[str, int]) -> float:
+    stored = counters["bytes_stored"]
+    return counters["bytes_written"] / stored if stored else 0.0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         InvariantReport,
         Namespace,
         PutResult,
+        QuotaUsage,
         ReadFrame,
         ResumePlan,
         StateObject,
@@ -102,6 +103,18 @@ def usage_message(usage: Usage) -> admin_pb2.Usage:
 def class_usage_message(traffic_class: TrafficClass, usage: Usage) -> admin_pb2.ClassUsage:
     """A class and what lies in its segments."""
     return admin_pb2.ClassUsage(traffic_class=traffic_class_message(traffic_class), usage=usage_message(usage))
+
+
+def quota_message(quota: QuotaUsage) -> admin_pb2.QuotaUsage:
+    """What a class or tenant may hold, and holds."""
+    message = admin_pb2.QuotaUsage(
+        share=quota.share, limit=quota.limit, usage=usage_message(quota.usage), taken_bytes=quota.usage.taken_bytes
+    )
+    if quota.tenant:
+        message.tenant = quota.tenant
+    else:
+        message.traffic_class = quota.traffic_class
+    return message
 
 
 def namespace_message(namespace: Namespace, usage: Usage) -> admin_pb2.NamespaceInfo:

@@ -141,9 +141,9 @@ class Reclaimer:
         self._compact_one(writer)
 
     def _drop_dead(self, writer: LogWriter) -> None:
-        for candidate in self._candidates(writer):
-            if not candidate.live_bytes:
-                self._reclaim(candidate.segment, keep=None, writer=writer)
+        for segment in self._reclaimable(writer):
+            if not self._census.live_shares(segment):
+                self._reclaim(segment, keep=None, writer=writer)
 
     def _compact_one(self, writer: LogWriter) -> None:
         """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
@@ -183,9 +183,12 @@ class Reclaimer:
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Candidate]:
+        return [self._candidate(segment) for segment in self._reclaimable(writer)]
+
+    def _reclaimable(self, writer: LogWriter) -> list[Segment]:
         """Segments with blocks whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
         return [
-            self._candidate(segment)
+            segment
             for segment in self._segments.all()
             if segment.state != fmt.STATE_RETIRED
             and (segment.slot_count or segment.state == fmt.STATE_SEALED)
@@ -352,4 +355,5 @@ def _entry(row: np.void) -> fmt.Entry:
         length_bytes=int(row["length_bytes"]),
         create_time_s=int(row["create_time_s"]),
         checksum=int(row["checksum"]),
+        seed_byte=int(row["seed_byte"]),
     )

@@ -70,6 +70,10 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
     else:
         # Only segments that were open can hold rows whose index commit did not happen.
         suspects = [] if found.clean else [segment for segment in in_use if segment.state == fmt.STATE_OPEN]
+    if segments.durable:
+        # What is answered "exists" from now on has to survive power loss, and a dead process may not have synced its last rows.
+        for segment in in_use if not found.clean else ():
+            _sync(segment)
     indexed = 0
     batch: list[_Rows] = []
     for done, segment in enumerate(suspects):
@@ -84,6 +88,15 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         _log.info("index: %s; %d blocks of %d segments indexed", found.why, indexed, len(suspects))
     for segment in retired:
         _finish_retiring(segment, segments, index)
+
+
+def _sync(segment: Segment) -> None:
+    try:
+        segment.sync()
+    except OSError as error:
+        _log.warning(
+            "segment %d cannot be synced: a power loss may take its last blocks: %s", segment.segment_id, error
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -415,7 +415,11 @@ class LocalStore:
             cut = int(np.argmin(live))
             key = block_keys(namespace.namespace_id, chain, cut, 1)[0]
             here = BlockAddr(SegmentId(int(addrs[cut]["segment_id"])), int(addrs[cut]["slot"]))
-            if self._find([key]).get(key) in (None, here):
+            there = self._find([key]).get(key)
+            if there in (None, here):
+                if there is not None and self._segments.get(here.segment_id) is None:
+                    # The process that reclaimed the segment died before its entries were dropped.
+                    self._correct_index(namespace.namespace_id, chain, cut, here)
                 break
             # The block was moved between the look-up and the look at its flags.
         return addrs[:cut]
@@ -732,6 +736,7 @@ class LocalStore:
                 length_bytes=size,
                 create_time_s=int(self._clock.now_s()),
                 checksum=checksum,
+                seed_byte=prefix_hash[fmt.ANCHOR_BYTES],
             )
             entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, state_hash), entry, data))
         self.counters.add(blocks_rejected=len(rejected))
@@ -950,7 +955,7 @@ class LocalStore:
         return live_mask(segment, self._rules, self._clock.now_s())
 
     def _correct_index(self, namespace_id: int, chain: bytes, block: int, addr: BlockAddr) -> None:
-        """An index entry was found to name another block's slot: it goes, so that no match claims it again."""
+        """An index entry was found to name another block's slot, or none: it goes, so that no match meets it again."""
         key = block_keys(namespace_id, chain, block, 1)[0]
         with contextlib.suppress(StorageError):  # the store is being closed
             self._writer.call(lambda: self._index.commit({}, [(key, addr)]))

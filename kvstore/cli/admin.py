@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstore.cli import admin_block, admin_namespace, admin_ttl
+from kvstore.cli import admin_block, admin_namespace, admin_quota, admin_ttl
 from kvstore.cli.admin_client import Session
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_evict import evict
@@ -62,6 +62,7 @@ app = typer.Typer(
 app.command("status")(status)
 app.add_typer(admin_namespace.app, name="namespace")
 app.add_typer(admin_ttl.app, name="ttl")
+app.add_typer(admin_quota.app, name="quota")
 app.command("evict")(evict)
 app.add_typer(admin_block.app, name="block")
 app.command("verify")(verify)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 _CORRUPT_COUNTER = "blocks_corrupt"
+# A clock is always a little off, and NTP sets it right; more than this is worth a line.
+_CLOCK_TOLD_FROM_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class Status(Result):
     segment_count: int
     namespace_count: int
     hit_rate: float
+    write_amplification: float  # bytes written to segment files / bytes stored; 0 when nothing was stored
+    clock_ahead_s: (
+        float  # the store's time minus the wall clock; negative while a jump of the clock is not believed yet
+    )
     invariants: Invariants | None  # the last check of the store against itself; None: never
     classes: Sequence[ClassUsage]
     counters: Mapping[str, int]
@@ -69,11 +75,31 @@ class Status(Result):
                 ("namespaces", self.namespace_count),
                 ("store against itself", invariants_text(self.invariants, never="never checked; verify does it")),
                 ("hit rate", f"{self.hit_rate:.2%} of {asked:,} tokens asked for" if asked else "nothing asked yet"),
+                ("write amplification", self._writes_text()),
+                *([("clock", self._clock_text())] if abs(self.clock_ahead_s) > _CLOCK_TOLD_FROM_S else []),
             ]
         )
         yield class_listing(self.classes)
         rows: list[Sequence[Cell]] = list(self.counters.items())
         yield Listing(("counter since the start", "value"), rows)
+
+    def _writes_text(self) -> str:
+        if not self.counters.get("bytes_stored", 0):
+            text = "nothing stored yet"
+        else:
+            text = f"{self.write_amplification:.2f} bytes written per byte put"
+        reclaimed, whole = (self.counters.get(name, 0) for name in ("segments_reclaimed", "segments_dropped_whole"))
+        if not reclaimed:
+            return text
+        noun = "segment" if reclaimed == 1 else "segments"
+        return f"{text}, {whole:,} of {reclaimed:,} reclaimed {noun} without moving a block"
+
+    def _clock_text(self) -> str:
+        if self.clock_ahead_s > 0:
+            return f"{self.clock_ahead_s:,.0f} s behind the store's time, which never turns back"
+        return (
+            f"{-self.clock_ahead_s:,.0f} s ahead of the store's time; that is believed once it has lasted for a while"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +159,8 @@ def status(
         segment_count=answer.segment_count,
         namespace_count=answer.namespace_count,
         hit_rate=answer.hit_rate,
+        write_amplification=answer.write_amplification,
+        clock_ahead_s=answer.clock_ahead_s,
         invariants=invariants_of(answer.invariants) if answer.HasField("invariants") else None,
         classes=[class_usage(usage) for usage in answer.classes],
         counters={counter.name: counter.value for counter in answer.counters},

@@ -101,7 +101,8 @@ def set_ttl(
 ) -> TtlChange:
     """Change how long a class keeps its blocks.
 
-    Acts at once on the blocks already stored, and survives a restart.
+    Acts at once on the blocks already stored, and survives a restart. A shorter TTL lets blocks expire now; a longer one keeps
+    those alive for longer, but revives nothing that has expired.
 
     RPC: Admin.SetTrafficClassTtl. Example: kvstore-admin ttl set chatbot 7d
     """

@@ -98,12 +98,9 @@ def whole_rows(segment: Segment, rows: NDArray[np.void], first_slot: int) -> NDA
 
 def payload_is_right(row: np.void, payload: memoryview) -> bool:
     """Whether these are the bytes that were stored under the row's name."""
-    wanted = int(row["checksum"])
-    if row["kind"] != fmt.KIND_STATE:
-        return block_checksum(payload, row["prefix_hash"].tobytes()) == wanted
-    # A state object's seed is 8 bytes of the prefix hash beside it, of which its row keeps 7.
-    anchor = row["anchor"].tobytes()
-    return any(block_checksum(payload, anchor + bytes([last])) == wanted for last in range(256))
+    is_state = row["kind"] == fmt.KIND_STATE
+    seed = row["anchor"].tobytes() + bytes([row["seed_byte"]]) if is_state else row["prefix_hash"].tobytes()
+    return block_checksum(payload, seed) == int(row["checksum"])
 
 
 def _runs(rows: NDArray[np.void], positions: Sequence[int]) -> Iterator[list[int]]:

@@ -12,8 +12,9 @@ row, 96 bytes, little-endian
 │ u32   │ u32   │ u64        │ u32  │ u32          │ u8   │ u8       │ u16   │ u32      │
 ├───────┴┬──────┴──────┬─────┴──────┴─┬────────────┴──┬───┴──────────┴──┬────┴──────────┤
 │ anchor │ prefix_hash │ offset_bytes │ length_bytes  │ create_time_s   │ checksum      │
-│ 8      │ 32          │ u64          │ u32           │ u32             │ u64           │
+│ 7 + 1  │ 32          │ u64          │ u32           │ u32             │ u64           │
 └────────┴─────────────┴──────────────┴───────────────┴─────────────────┴───────────────┘
+  the byte after the anchor is a state object's seed byte
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ ROW_DTYPE = np.dtype(
         ("zero", "<u2"),
         ("position", "<u4"),
         ("anchor", "V7"),
-        ("zero2", "u1"),
+        ("seed_byte", "u1"),
         ("prefix_hash", "V32"),
         ("offset_bytes", "<u8"),
         ("length_bytes", "<u4"),
@@ -72,7 +73,7 @@ ROW_DTYPE = np.dtype(
     ]
 )
 assert ROW_DTYPE.itemsize == ROW_BYTES
-ROW = struct.Struct("<IIQIIBBHI7sx32sQIIQ")
+ROW = struct.Struct("<IIQIIBBHI7sB32sQIIQ")
 assert ROW.size == ROW_BYTES
 
 USE_BYTES = 64
@@ -168,6 +169,7 @@ class Entry:
     length_bytes: int
     create_time_s: int
     checksum: int
+    seed_byte: int = 0  # a state object's: the 8th byte of its prefix hash, the last of its checksum's seed
 
 
 def wrong_version(name: str, version: object) -> str:
@@ -206,6 +208,7 @@ def encode_row(segment_id: SegmentId, slot: int, offset_bytes: int, entry: Entry
         0,
         entry.position,
         entry.anchor,
+        entry.seed_byte,
         entry.prefix_hash,
         offset_bytes,
         entry.length_bytes,

@@ -28,7 +28,7 @@ class SegmentSet:
         self, directory: Path, device: Device, store_id: bytes, segment_size_bytes: int, *, durable: bool
     ) -> None:
         self.segment_size_bytes = segment_size_bytes
-        self._durable = durable  # whether what is acknowledged has to survive power loss
+        self.durable = durable  # whether what is acknowledged has to survive power loss
         self._directory = directory
         self._device = device
         self._store_id = store_id
@@ -84,7 +84,7 @@ class SegmentSet:
             segment_id, self._store_id, class_id, row_capacity(self.segment_size_bytes), int(now_s)
         )
         segment = Segment.create(self._directory / segment_name(segment_id), self._device, header)
-        if self._durable:
+        if self.durable:
             self._device.sync_directory(self._directory)
         self._add(segment)
         return segment
@@ -146,7 +146,7 @@ class SegmentSet:
 
     def _unlink(self, segment: Segment) -> bool:
         try:
-            if self._durable and segment.flags_unsynced:
+            if self.durable and segment.flags_unsynced:
                 # The file may come back after a power loss: then it must still say that its blocks have moved.
                 segment.sync()
             self._device.unlink(segment.path)

@@ -383,7 +383,14 @@ class LogWriter:
                 item.addr, item.error = None, error
             return
         for item in written:
-            self.flag(item.replaced, fmt.FLAG_EVICTED)
+            self._supersede(item.replaced)
+
+    def _supersede(self, addr: BlockAddr | None) -> None:
+        """An older copy that no flag had ended has expired; counted here, because its segment will not count it any more."""
+        segment = self._segments.get(addr.segment_id) if addr is not None else None
+        if segment is not None and addr is not None:
+            self._counters.add(blocks_expired=int(segment.uses[addr.slot, 0] == 0))
+            segment.flag(np.array([addr.slot]), fmt.FLAG_EVICTED)
 
     def flag(self, addr: BlockAddr | None, flags: int) -> None:
         """Flag a slot, if there is one."""

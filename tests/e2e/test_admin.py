@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,8 +29,10 @@ from administering import (
     run,
     spec,
 )
+from kvstore.clock import ManualClock
 from kvstore_client import NamespaceSpec
 from serving import RunningServer, running_server
+from stores import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 STATUS_KEYS = {
     *("version", "store_id", "start_time", "data_dir", "durability"),
     *("capacity_bytes", "used_bytes", "retiring_bytes", "live", "segment_count", "namespace_count"),
-    *("hit_rate", "classes", "counters", "invariants"),
+    *("hit_rate", "classes", "counters", "invariants", "write_amplification", "clock_ahead_s"),
 }
 
 
@@ -82,6 +86,12 @@ class TestWhatCommandsSay:
         assert set(status) == STATUS_KEYS
         table = run(store.server, "status")
         assert (table.code, table.err) == (0, "")
+        # Each block is a page; a row of each table comes with it.
+        assert status["write_amplification"] == status["counters"]["bytes_written"] / (8 * BLOCK_BYTES)
+        assert 1 < status["write_amplification"] < 1.1
+        assert "bytes written per byte put\n" in table.out, "nothing was reclaimed"
+        assert abs(status["clock_ahead_s"]) < 1
+        assert "\nclock" not in table.out, "it is right"
         for words in ("8 blocks", status["store_id"], status["data_dir"], "chatbot", "blocks_stored"):
             assert words in table.out
 
@@ -118,6 +128,18 @@ class TestWhatCommandsSay:
         }
         assert "7d" in run(store.server, "ttl", "list").out
 
+    def test_quota_list_without_quotas(self, store: Store):
+        listed = ok_json(store.server, "quota", "list")
+        held = {(q["kind"], q["name"]): q["taken_bytes"] for q in listed["quotas"]}
+        assert held == {
+            ("traffic_class", "agent"): 5 * BLOCK_BYTES,
+            ("traffic_class", "chatbot"): 3 * BLOCK_BYTES,
+            ("traffic_class", "handoff"): 0,
+            ("tenant", "default"): 8 * BLOCK_BYTES,
+        }
+        assert {(q["share"], q["limit"]) for q in listed["quotas"]} == {(0, 1)}
+        assert listed["capacity_bytes"] == ok_json(store.server, "status")["capacity_bytes"]
+
     def test_block_show(self, store: Store):
         prefix_hash = store.second.chain[2].hex()
         (block,) = ok_json(store.server, "block", "show", prefix_hash)["blocks"]
@@ -147,6 +169,68 @@ def test_namespace_list_follows_the_pages(tmp_path: Path):
             handle.match(handle.chain(range(128)), budget_s=BUDGET_S)
         listed = ok_json(server, "namespace", "list")
         assert [item["spec"]["model"] for item in listed["namespaces"]] == [f"model {n}" for n in range(40)]
+
+
+QUOTAS = """
+[traffic_classes.chatbot]
+share = 0.25
+limit = 0.5
+
+[tenants.acme]
+share = 0.03125
+limit = 0.0625
+
+[tenants.other]
+limit = 0.03125
+"""
+
+
+def test_quotas_of_a_config_file_are_kept_told_and_listed(tmp_path: Path):
+    config = tmp_path / "kvstore.toml"
+    config.write_text(QUOTAS)
+    block_bytes, taken_bytes, capacity = 5000, 8192, 4 << 20
+    with (
+        running_server(tmp_path / "data", "--config", str(config), "--capacity", str(capacity)) as server,
+        connected(server) as client,
+    ):
+        for tenant, limit_blocks, key in [("acme", 32, "tenants.acme.limit"), ("zeta", 16, "tenants.other.limit")]:
+            handle = client.namespace(replace(spec("m"), tenant=tenant, block_bytes=block_bytes))
+            chain = handle.chain(range(128 * 40))
+            report = handle.put(chain, bytes(40 * block_bytes), traffic_class="chatbot", budget_s=BUDGET_S)
+            assert (report.stored, report.rejected) == (limit_blocks, 40 - limit_blocks)
+            assert {result.reason for result in report.results[limit_blocks:]} == {"QUOTA_EXCEEDED"}
+            detail = report.results[-1].detail
+            for words in (
+                f"tenant {tenant} holds {limit_blocks * taken_bytes} bytes",
+                key,
+                str(limit_blocks * taken_bytes),
+            ):
+                assert words in detail
+            assert handle.match(chain, budget_s=BUDGET_S).hit_length_blocks == limit_blocks
+        listed = ok_json(server, "quota", "list")
+        assert listed["capacity_bytes"] == capacity
+        rows = [tuple(quota.values()) for quota in listed["quotas"]]
+        assert rows == [
+            ("traffic_class", "agent", 0.0, 1.0, 0, 0, 0),
+            ("traffic_class", "chatbot", 0.25, 0.5, 48, 48 * block_bytes, 48 * taken_bytes),
+            ("traffic_class", "handoff", 0.0, 1.0, 0, 0, 0),
+            ("tenant", "acme", 0.03125, 0.0625, 32, 32 * block_bytes, 32 * taken_bytes),
+            ("tenant", "other", 0.0, 0.03125, 0, 0, 0),
+            ("tenant", "zeta", 0.0, 0.03125, 16, 16 * block_bytes, 16 * taken_bytes),
+        ]
+        table = [" ".join(line.split()) for line in run(server, "quota", "list").out.splitlines()]
+        assert table[0] == "kind name share limit held"
+        assert "tenant acme 3.125% 6.25% 256.0 KiB (6.2%)" in table
+        assert "traffic class chatbot 25% 50% 384.0 KiB (9.4%)" in table
+
+
+def test_quota_list_follows_the_pages(tmp_path: Path):
+    names = [f"{number:03} {'n' * 4000}" for number in range(300)]
+    config = tmp_path / "kvstore.toml"
+    config.write_text("".join(f'[tenants."{name}"]\nshare = 0.001\n' for name in names))
+    with running_server(tmp_path / "data", "--config", str(config)) as server:
+        listed = ok_json(server, "quota", "list")["quotas"]
+        assert [quota["name"] for quota in listed] == ["agent", "chatbot", "handoff", *names]
 
 
 class TestDryRuns:
@@ -323,6 +407,44 @@ class TestChanges:
             assert ok_json(server, "status")["live"]["bytes"] == (16 << 20) // 8
             assert filled.hits() == 512  # the cold tail went, not the beginning of the chain
             assert ok_json(server, "evict", "--down-to", "0.125", "--yes")["blocks"] == 0
+
+    def test_status_tells_what_reclaims_cost(self, tmp_path: Path):
+        with running_server(tmp_path / "data") as server, connected(server) as client:
+            assert ok_json(server, "status")["write_amplification"] == 0
+            assert "nothing stored yet" in run(server, "status").out
+            fill(client, "whole", 4, "agent")
+            mixed = [fill(client, "gone", 40, "chatbot"), fill(client, "kept", 10, "chatbot")]
+            before = ok_json(server, "status")["counters"]
+            assert run(server, "evict", "--class", "agent", "--yes").code == 0
+            assert "1 of 1 reclaimed segment without moving a block" in run(server, "status").out
+            assert run(server, "evict", "--namespace", mixed[0].digest, "--yes").code == 0
+            status = ok_json(server, "status")
+            counters = status["counters"]
+            assert counters["blocks_moved"] == mixed[1].hits() == 10
+            per_block = before["bytes_written"] // 54
+            assert counters["bytes_written"] == before["bytes_written"] + 10 * per_block
+            assert status["write_amplification"] == 64 * per_block / (54 * BLOCK_BYTES)
+            table = run(server, "status").out
+            assert f"{status['write_amplification']:.2f} bytes written per byte put, " in table
+            assert "1 of 2 reclaimed segments without moving a block" in table
+
+    @pytest.mark.parametrize(
+        ("hours", "words"),
+        [
+            (24, r"clock  +86,\d{3} s behind the store's time, which never turns back\n"),
+            (-24, r"clock  +86,\d{3} s ahead of the store's time; that is believed once it has lasted for a while\n"),
+        ],
+    )
+    def test_status_tells_that_the_clock_is_off(self, tmp_path: Path, hours: int, words: str):
+        uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        clock = ManualClock()
+        clock.advance(uptime_s - clock.steady_s())
+        clock.jump(time.time() + hours * 3600 - clock.now_s())
+        open_store(tmp_path / "data", clock).close()  # as if the wall clock had stood there until now
+        with running_server(tmp_path / "data") as server:
+            status = ok_json(server, "status")
+            assert status["clock_ahead_s"] == pytest.approx(hours * 3600, abs=60)
+            assert re.search(words, run(server, "status").out)
 
     def test_drop_does_what_it_said_and_survives_a_restart(self, tmp_path: Path):
         with running_server(tmp_path / "data") as server:

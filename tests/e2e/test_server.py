@@ -576,6 +576,17 @@ BAD_CALLS: dict[str, tuple[Callable[[Client, bytes, list[bytes]], object], grpc.
         )
         for token in ("x", "-1", "0", "1.0", " 1", "\u0661", "4294967296", "9" * 80)
     },
+    **{
+        f"list quotas: token {token!r}": (
+            lambda client, namespace, chain, token=token: client.admin.ListQuotas(
+                admin_pb2.ListQuotasRequest(page_token=token)
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            "page_token",
+        )
+        for token in ("x", "/", "class", "tenant/", "/name", "Class/agent", "klass/agent", "x" * 80)
+    },
     "register: a spec of more than 64 KiB": (
         lambda client, namespace, chain: client.register(
             make_spec(1000, labels={f"label {number}": "v" * 4096 for number in range(17)})
@@ -709,6 +720,33 @@ def test_more_namespaces_than_fit_in_a_message_come_in_pages(tmp_path):
             client.admin.DropNamespace(admin_pb2.DropNamespaceRequest(namespace_hex=gone.namespace.hex()))
         seen += [info for page in pages_while_one_goes for info in page]
         assert [info.namespace for info in seen] == [*digests[:16], *digests[17:]]
+
+
+def quota_pages(client: Client) -> Iterator[list[admin_pb2.QuotaUsage]]:
+    token = None
+    while token != "":
+        answer = client.admin.ListQuotas(admin_pb2.ListQuotasRequest(page_token=token))
+        assert answer.ByteSize() < (1 << 20) + 10_000
+        yield list(answer.quotas)
+        token = answer.next_page_token
+
+
+def test_more_tenants_than_fit_in_a_message_come_in_pages(tmp_path):
+    names = [f"{number:04} {'n' * 4000}" for number in range(1100)]
+    config = tmp_path / "kvstore.toml"
+    config.write_text("".join(f'[tenants."{name}"]\nshare = 0.0005\n' for name in names))
+    with running_server(tmp_path / "data", "--config", str(config)) as server, connected(server) as client:
+        pages = list(quota_pages(client))
+        assert [quota.tenant for page in pages for quota in page][3:] == names
+        assert [quota.traffic_class for quota in pages[0][:3]] == ["agent", "chatbot", "handoff"]
+        assert len(pages) == 5
+        pages_while_one_comes = quota_pages(client)
+        seen = next(pages_while_one_comes)
+        early, late = "0000 early", "9999 late"  # the one before what was seen, the other after it
+        for tenant in (early, late):
+            client.register(make_spec(1000, tenant=tenant))
+        seen += [quota for page in pages_while_one_comes for quota in page]
+        assert [quota.tenant for quota in seen][3:] == [*names, late]
 
 
 def test_health_knows_the_services(client):

@@ -17,7 +17,7 @@ from kvstore.errors import InvalidArgumentError, StorageError
 from kvstore.index import block_keys
 from kvstore.log import format as fmt
 from kvstore.log.writer import Stream
-from kvstore.types import EvictSelection, PutStatus
+from kvstore.types import BlockAddr, EvictSelection, PutStatus, SegmentId
 from kvstore_api.checksum import block_checksum
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -349,6 +349,23 @@ def test_an_index_entry_that_names_another_blocks_slot_is_found_out_once(tmp_pat
     assert_whole(store, namespace, right)
     put(store, namespace, wrong)
     assert_whole(store, namespace, wrong)
+    store.close()
+
+
+def test_an_entry_of_a_segment_that_is_gone_goes_when_a_match_meets_it(tmp_path, clock):
+    """As a process leaves it that dies between unlinking the file and dropping its entries."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain, [0])
+    key = block_keys(namespace.namespace_id, chain.data, 1, 1)[0]
+    store._on_writer(lambda: store._index.commit({key: BlockAddr(SegmentId(0), 5)}))
+    assert store.invariants().stale_entries == 1
+    assert store.match(namespace, chain).hit_length_blocks == 1
+    store._on_writer(lambda: None)
+    assert store.invariants().stale_entries == 0
+    put(store, namespace, chain)
+    assert_whole(store, namespace, chain)
     store.close()
 
 

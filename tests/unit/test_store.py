@@ -343,6 +343,16 @@ def test_a_changed_ttl_acts_on_resident_blocks_and_survives_a_restart(tmp_path, 
     store.close()
 
 
+def test_a_longer_ttl_does_not_bring_back_what_was_deleted(store, namespace, clock):
+    chain = chain_of(namespace, 1, 4)
+    put(store, namespace, chain, traffic_class="agent")
+    clock.advance(3 * 86_400 + 1)
+    assert store.delete(namespace, chain, 0, 2) == 0, "expired blocks are not there"
+    store.set_ttl("agent", 30 * 86_400)
+    assert set(get(store, namespace, chain)[0]) == {2, 3}
+    assert store.counters.snapshot()["blocks_expired"] == 2
+
+
 def test_recency_survives_a_restart(tmp_path, clock):
     store = open_store(tmp_path, clock)
     namespace = store.register_namespace(spec())

@@ -40,7 +40,7 @@ class Counter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("version", "store_id", "start_time", "data_dir", "capacity_bytes", "used_bytes", "retiring_bytes", "live", "segment_count", "classes", "namespace_count", "counters", "hit_rate", "durability", "invariants")
+    __slots__ = ("version", "store_id", "start_time", "data_dir", "capacity_bytes", "used_bytes", "retiring_bytes", "live", "segment_count", "classes", "namespace_count", "counters", "hit_rate", "durability", "invariants", "write_amplification", "clock_ahead_s")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_ID_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,8 @@ class GetStatusResponse(_message.Message):
     HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     INVARIANTS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_AMPLIFICATION_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_AHEAD_S_FIELD_NUMBER: _ClassVar[int]
     version: str
     store_id: str
     start_time: _timestamp_pb2.Timestamp
@@ -71,7 +73,9 @@ class GetStatusResponse(_message.Message):
     hit_rate: float
     durability: str
     invariants: InvariantReport
-    def __init__(self, version: _Optional[str] = ..., store_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., data_dir: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., segment_count: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassUsage, _Mapping]]] = ..., namespace_count: _Optional[int] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., hit_rate: _Optional[float] = ..., durability: _Optional[str] = ..., invariants: _Optional[_Union[InvariantReport, _Mapping]] = ...) -> None: ...
+    write_amplification: float
+    clock_ahead_s: float
+    def __init__(self, version: _Optional[str] = ..., store_id: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., data_dir: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., retiring_bytes: _Optional[int] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., segment_count: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassUsage, _Mapping]]] = ..., namespace_count: _Optional[int] = ..., counters: _Optional[_Iterable[_Union[Counter, _Mapping]]] = ..., hit_rate: _Optional[float] = ..., durability: _Optional[str] = ..., invariants: _Optional[_Union[InvariantReport, _Mapping]] = ..., write_amplification: _Optional[float] = ..., clock_ahead_s: _Optional[float] = ...) -> None: ...
 
 class InvariantReport(_message.Message):
     __slots__ = ("time", "segments", "slots", "live_blocks", "index_entries", "stale_entries", "accounted_bytes", "allocated_bytes", "violation_count", "violations")
@@ -174,6 +178,38 @@ class SetTrafficClassTtlResponse(_message.Message):
     before: _types_pb2.TrafficClass
     after: _types_pb2.TrafficClass
     def __init__(self, before: _Optional[_Union[_types_pb2.TrafficClass, _Mapping]] = ..., after: _Optional[_Union[_types_pb2.TrafficClass, _Mapping]] = ...) -> None: ...
+
+class ListQuotasRequest(_message.Message):
+    __slots__ = ("page_token",)
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_token: str
+    def __init__(self, page_token: _Optional[str] = ...) -> None: ...
+
+class QuotaUsage(_message.Message):
+    __slots__ = ("traffic_class", "tenant", "share", "limit", "usage", "taken_bytes")
+    TRAFFIC_CLASS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    traffic_class: str
+    tenant: str
+    share: float
+    limit: float
+    usage: Usage
+    taken_bytes: int
+    def __init__(self, traffic_class: _Optional[str] = ..., tenant: _Optional[str] = ..., share: _Optional[float] = ..., limit: _Optional[float] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., taken_bytes: _Optional[int] = ...) -> None: ...
+
+class ListQuotasResponse(_message.Message):
+    __slots__ = ("quotas", "next_page_token", "capacity_bytes")
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    quotas: _containers.RepeatedCompositeFieldContainer[QuotaUsage]
+    next_page_token: str
+    capacity_bytes: int
+    def __init__(self, quotas: _Optional[_Iterable[_Union[QuotaUsage, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("namespace_hex", "traffic_class", "older_than", "down_to_share", "dry_run")

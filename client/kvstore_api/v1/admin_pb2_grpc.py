@@ -65,6 +65,11 @@ class AdminStub(object):
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlRequest.SerializeToString,
                 response_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlResponse.FromString,
                 _registered_method=True)
+        self.ListQuotas = channel.unary_unary(
+                '/kvstore.v1.Admin/ListQuotas',
+                request_serializer=kvstore_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
+                response_deserializer=kvstore_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
         self.Evict = channel.unary_unary(
                 '/kvstore.v1.Admin/Evict',
                 request_serializer=kvstore_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
@@ -128,6 +133,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListQuotas(self, request, context):
+        """What each traffic class and tenant may hold, and holds, page by page.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Evict(self, request, context):
         """Evicts blocks by what they are, or says what it would evict.
         """
@@ -182,6 +194,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.SetTrafficClassTtl,
                     request_deserializer=kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlRequest.FromString,
                     response_serializer=kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlResponse.SerializeToString,
+            ),
+            'ListQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuotas,
+                    request_deserializer=kvstore_dot_v1_dot_admin__pb2.ListQuotasRequest.FromString,
+                    response_serializer=kvstore_dot_v1_dot_admin__pb2.ListQuotasResponse.SerializeToString,
             ),
             'Evict': grpc.unary_unary_rpc_method_handler(
                     servicer.Evict,
@@ -362,6 +379,33 @@ class Admin(object):
             '/kvstore.v1.Admin/SetTrafficClassTtl',
             kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlRequest.SerializeToString,
             kvstore_dot_v1_dot_admin__pb2.SetTrafficClassTtlResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.v1.Admin/ListQuotas',
+            kvstore_dot_v1_dot_admin__pb2.ListQuotasRequest.SerializeToString,
+            kvstore_dot_v1_dot_admin__pb2.ListQuotasResponse.FromString,
             options,
             channel_credentials,
             insecure,

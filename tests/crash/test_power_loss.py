@@ -1,0 +1,69 @@
+"""What durable mode promises about blocks that were moved, deleted or half written when the power went."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import PowerLossDevice
+from kvstore.clock import ManualClock
+from kvstore.types import PutStatus
+from stores import assert_whole, chain_of, get, open_store, put, spec
+
+SEEDS = range(12)  # what is lost differs: some of these lose everything that was not synced
+
+
+def open_durable(path, device):
+    store = open_store(path, ManualClock(), capacity=512 << 10, segment_size=32 << 10, device=device, durability="sync")
+    store._writer._housekeeping = lambda: None
+    return store
+
+
+def stop(store, device, *, power: bool):
+    """The store stops here and is opened again."""
+    device.stop()
+    store._writer.close()
+    store._index._env.close()
+    store._segments.release()
+    store._data_dir.close()
+    device.reboot() if power else device.restart()
+    return open_durable(device.root, device)
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_moved_block_that_was_deleted_does_not_come_back_with_its_old_file(tmp_path, leased):
+    """Unlinked, or still waiting for a lease: either way the old file must say durably that the block has moved."""
+    for seed in SEEDS:
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
+        put(store, namespace, kept)
+        put(store, namespace, dead)
+        store._on_writer(lambda store=store: store._writer.seal(1))
+        put(store, namespace, chain_of(namespace, 3, 1))  # the segment that the block moves to
+        store.delete(namespace, dead, 0, 4)
+        if leased:
+            store.match(namespace, kept)
+        moved_from = store.find_blocks(kept[0].hex())[0].addr
+        store.sweep()
+        assert store.find_blocks(kept[0].hex())[-1].addr != moved_from, "the block was not moved"
+        assert store.delete(namespace, kept, 0, 1) == 1
+        store = stop(store, device, power=True)
+        assert get(store, namespace, kept)[0] == {}, f"a deleted block is back; {device}"
+        store.close()
+
+
+def test_what_is_said_to_exist_survives_even_if_the_process_that_wrote_it_never_synced_it(tmp_path):
+    for seed in SEEDS:
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        chain = chain_of(namespace, 1, 4)
+        device.crash_after = 7  # create, resize, header, directory, payloads, use rows, rows; before the sync
+        put(store, namespace, chain)
+        assert device.image is not None
+        store = stop(store, device, power=False)
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.EXISTS}
+        store = stop(store, device, power=True)
+        assert_whole(store, namespace, chain)
+        store.close()
