@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from kvstore.allocator import keep_freed_buffers
 from kvstore.log import format as fmt
 from kvstore_bench.processes import ProcessError, child_environment
 from kvstore_bench.server_start import Start, started_server
@@ -213,6 +214,7 @@ class _Point:
 
         Blocks a second, those moved and those dropped.
         """
+        keep_freed_buffers()  # as the server does
         store = open_store(self._directory, self._blocks)
         try:
             namespace = scale_namespace(store)
