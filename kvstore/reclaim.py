@@ -103,7 +103,7 @@ class Reclaimer:
         limit = self._put_limit_bytes
         if self.used_bytes() + need_bytes <= limit:
             return
-        self._segments.reap(self._clock.now_s())
+        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
