@@ -145,7 +145,7 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     }
     order = np.argsort(worth)
     cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
-    weights = taken[cold] / taken[cold].sum()
+    weights = taken[cold] / max(1, taken[cold].sum())  # torn rows have no length
     return Summary(
         shares=shares,
         worth=float(weights @ worth[cold]),

@@ -234,9 +234,10 @@ class Reclaimer:
         Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full, say.
         Returns: False if the segment was left as it is.
 
-        Flags, new places and retirement come in this order so that a crash anywhere leaves each block right or missing, and a
-        match that runs meanwhile either sees the new place, or has its lease seen here. Deletes and evictions run on this thread
-        too, so no flag is set on a block while it moves.
+        Copies, flags, new places and retirement come in this order, so that a crash anywhere leaves one place of each block that is
+        not flagged, or that is found again because its segment was open: two would come back to life in turn. A match that runs
+        meanwhile waits for the new place, or has its lease seen here. Deletes and evictions run on this thread too, so that no
+        other flag is set on a block while it moves.
         """
         writer.seal_segment(segment)
         try:
@@ -255,8 +256,9 @@ class Reclaimer:
             moved = {}
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
         self._count_losses(segment, dropped)
-        segment.flag(dropped, fmt.FLAG_EVICTED)
         removed = [(keys[slot], BlockAddr(segment.segment_id, slot)) for slot in dropped[whole[dropped]].tolist()]
+        segment.moving = bool(moved)
+        segment.flag(np.arange(segment.slot_count), fmt.FLAG_EVICTED)
         if moved:
             self._point_to_new_places(segment, keys, moved, writer)
         self._segments.retire(segment)
@@ -296,10 +298,13 @@ class Reclaimer:
         try:
             self._index.commit({keys[slot]: addr for slot, addr in moved.items()})
         except KvStoreError:
+            segment.take_back(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)  # the copies must not turn up when the index is rebuilt
             raise
-        segment.flag(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
+        finally:
+            segment.moving = False
+            writer.moves_committed()
 
     def _move(
         self,
@@ -321,6 +326,7 @@ class Reclaimer:
         try:
             addrs = writer.rewrite(segment.header.class_id, entries, uses)
         except OSError as error:
+            writer.moves_committed()
             _log.warning(
                 "segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(entries), str(error)
             )

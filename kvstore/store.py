@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import threading
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -69,7 +70,7 @@ from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
 from kvstore_api.namespace import NamespaceDigest, NamespaceSpecError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -96,7 +97,9 @@ _log = logging.getLogger(__name__)
 _SEGMENTS_PER_CAPACITY = 16  # reclaim works by segments, so there have to be some
 _HEX_PREFIX_MIN = 8
 _LEASE_RETRIES = 3
-_MOVE_RETRIES = 3
+# A reclaim flags blocks that it has moved, then commits where they are now; a look-up in between waits for that.
+_MOVE_RETRIES = 50
+_MOVE_WAIT_S = 0.002
 # Who has reached a limit and still puts loses its coldest blocks down to this share of it, but none used so lately.
 _TRIM_TO_SHARE = 15 / 16
 _TRIM_SPARES_S = 60
@@ -415,9 +418,13 @@ class LocalStore:
             cut = int(np.argmin(live))
             key = block_keys(namespace.namespace_id, chain, cut, 1)[0]
             here = BlockAddr(SegmentId(int(addrs[cut]["segment_id"])), int(addrs[cut]["slot"]))
+            segment = self._segments.get(here.segment_id)
+            if segment is not None and segment.moving:
+                time.sleep(_MOVE_WAIT_S)
+                continue
             there = self._find([key]).get(key)
             if there in (None, here):
-                if there is not None and self._segments.get(here.segment_id) is None:
+                if there is not None and segment is None:
                     # The process that reclaimed the segment died before its entries were dropped.
                     self._correct_index(namespace.namespace_id, chain, cut, here)
                 break
@@ -538,11 +545,25 @@ class LocalStore:
         self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         keys = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
-        found = self._find(keys)
         nowhere = BlockAddr(SegmentId(0), 0)
-        places = [found.get(key, nowhere) for key in keys]
-        addrs = _as_array(places)
-        return addrs, self._live_addrs(addrs, now_s)
+        found = self._find(keys)
+        for _ in range(_MOVE_RETRIES):
+            addrs = _as_array([found.get(key, nowhere) for key in keys])
+            live = self._live_addrs(addrs, now_s)
+            dead = [found[key] for key, alive in zip(keys, live, strict=True) if not alive and key in found]
+            if not dead:
+                break
+            if self._any_moving(dead):
+                time.sleep(_MOVE_WAIT_S)
+            again = self._find(keys)
+            if again == found and not self._any_moving(dead):
+                break
+            found = again  # a block was moved between the look-up and the look at its flags
+        return addrs, live
+
+    def _any_moving(self, places: Iterable[BlockAddr]) -> bool:
+        segments = [self._segments.get(segment_id) for segment_id in {place.segment_id for place in places}]
+        return any(segment is not None and segment.moving for segment in segments)
 
     def submit_put(
         self, namespace: Namespace, chain: Chain, blocks: Sequence[PutBlock], traffic_class: str = ""

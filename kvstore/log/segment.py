@@ -52,6 +52,7 @@ class Segment:
         # Whether flags may be lost in a power loss; so is what an earlier process set.
         self.flags_unsynced = True
         self.unreadable = False  # its table could not be read: not to be reclaimed; writer thread only
+        self.moving = False  # its blocks are flagged, and the index is about to say where they are now
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
@@ -211,10 +212,18 @@ class Segment:
         return first_slot
 
     def flag(self, slots: NDArray[np.integer] | slice, flags: int) -> None:
-        """Set flag bits; they are never cleared."""
+        """Set flag bits."""
         with self._bits_lock:
             self.changes += 1
             self._uses[slots, fmt.USE_FLAGS] |= np.uint32(flags)
+            self.changes += 1
+            self.flags_unsynced = True
+
+    def take_back(self, slots: NDArray[np.integer], flags: int) -> None:
+        """Clear flag bits of slots that were flagged for a move that did not come about; writer thread only."""
+        with self._bits_lock:
+            self.changes += 1
+            self._uses[slots, fmt.USE_FLAGS] &= ~np.uint32(flags)
             self.changes += 1
             self.flags_unsynced = True
 

@@ -151,7 +151,12 @@ class LogWriter:
         self._queued_bytes = 0  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._open: dict[Stream, Segment] = {}  # writer thread only
-        self.uncommitted: set[int] = set()  # segments with rows the index does not know yet; writer thread only
+        # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
+        self.uncommitted: set[int] = set()
+        self._uncommitted_moves: set[int] = set()
+        self._full: list[
+            Segment
+        ] = []  # of those, the ones that are full: to be sealed once it does; writer thread only
         self._thread = threading.Thread(target=self._run, name="kvstore-writer", daemon=True)
 
     def start(self) -> None:
@@ -242,6 +247,7 @@ class LogWriter:
             self._write_and_commit(jobs)
         finally:
             self.uncommitted.clear()
+            self._seal_full()
 
     def _write_and_commit(self, jobs: list[PutJob]) -> None:
         now_s = int(self._clock.now_s())
@@ -408,10 +414,26 @@ class LogWriter:
             job.outcomes[position] = STORED if item.addr is not None else failure
 
     def seal(self, stream: Stream) -> None:
-        """Stop appending to the stream's open segment; writer thread only."""
+        """Stop appending to the stream's open segment; writer thread only.
+
+        The header says so only when the index knows all its rows, because a start after a crash files those of open segments.
+        """
         segment = self._open.pop(stream, None)
         if segment is not None:
-            segment.seal()
+            self._full.append(segment)
+            self._seal_full()
+
+    def _seal_full(self) -> None:
+        unknown = self.uncommitted | self._uncommitted_moves
+        for segment in self._full:
+            if segment.segment_id not in unknown:
+                segment.seal()
+        self._full = [segment for segment in self._full if segment.segment_id in unknown]
+
+    def moves_committed(self) -> None:
+        """The index knows where moved entries are now, or they do not count; writer thread only."""
+        self._uncommitted_moves.clear()
+        self._seal_full()
 
     def seal_segment(self, segment: Segment) -> None:
         """Stop appending to it, if it is open; writer thread only."""
@@ -419,7 +441,9 @@ class LogWriter:
             self.seal(stream)
 
     def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
-        """Append entries that are moved, with their use rows; writer thread only. The caller commits the index.
+        """Append entries that are moved, with their use rows; writer thread only.
+
+        The caller commits the index and then calls `moves_committed`.
 
         Args: class_id: of the segment they come from.
 
@@ -452,6 +476,7 @@ class LogWriter:
                 raise
             finally:
                 self._segments.note_growth(segment)
+            self._uncommitted_moves.add(segment.segment_id)
             addrs += [BlockAddr(segment.segment_id, slot + position) for position in range(len(batch))]
             self._counters.add(bytes_written=sum(_written_bytes(new) for new in batch))
         for segment_id in {addr.segment_id for addr in addrs} if self._durable else ():
