@@ -527,19 +527,21 @@ class LocalStore:
     def _leased(
         self, namespace: Namespace, chain: Chain, lease: bytes, first_block: int, block_count: int, now_s: float
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]] | None:
-        """The places a valid lease promises, even if their blocks have expired or been evicted since.
+        """The places a valid lease promises, even if their blocks have expired or been evicted since; None if it does not cover all.
 
-        None when it does not cover all blocks, or names a file that is gone or a block that was deleted: then the look-up
-        decides, because the block may have been stored again elsewhere.
+        For a file that is gone or a block that was deleted the look-up decides: the block may have been stored again elsewhere.
         """
         leased = self._mint.check(lease, namespace.namespace_id, chain.data, now_s) if lease else None
         if leased is None or len(leased) < first_block + block_count:
             return None
         addrs = leased[first_block : first_block + block_count]
-        there = 0
-        for segment, _, slots in self._places(addrs):
-            there += int(((segment.uses[slots, 0] & fmt.FLAG_DELETED) == 0).sum())
-        return (addrs, np.ones(block_count, dtype=bool)) if there == block_count else None
+        there = np.zeros(block_count, dtype=bool)
+        for segment, where, slots in self._places(addrs):
+            there[where] = (segment.uses[slots, fmt.USE_FLAGS] & fmt.FLAG_DELETED) == 0
+        if there.all():
+            return addrs, there
+        elsewhere, live = self._look_up(namespace, chain, first_block, block_count, now_s)
+        return np.where(there, addrs, elsewhere), there | live
 
     def _look_up(
         self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float

@@ -274,7 +274,8 @@ class StoreModel(RuleBasedStateMachine):
             self.damages -= len(misses)
             for block in misses:
                 self.doubt((lease.tenant, hit[block]))
-            self.leases = [other for other in self.leases if other is not lease]
+            damaged = {hit[block] for block in misses}
+            self.leases = [other for other in self.leases if not self.names(other, lease.tenant, damaged)]
         return not misses
 
     def get_without_lease(self, tenant: str, conversation: int) -> None:

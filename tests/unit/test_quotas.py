@@ -7,6 +7,7 @@ import pytest
 from kvstore.clock import ManualClock
 from kvstore.config import TenantConfig, TrafficClassConfig
 from kvstore.types import PutStatus
+from kvstore.worth import worth_keeping
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 CAPACITY = 4 << 20
@@ -172,6 +173,23 @@ def test_a_tenant_within_its_share_is_evicted_after_all_others_also_from_mixed_s
     press(store, clock, crowd, "", 300)
     for chain in chains:
         assert_whole(store, vip, chain)
+    store.close()
+
+
+def test_what_is_within_a_share_is_moved_out_of_a_segment_that_goes(tmp_path, clock):
+    store = open_store(tmp_path, clock, capacity=CAPACITY, tenants={"vip": TenantConfig(share=0.3)})
+    vip, crowd = (store.register_namespace(spec(PAGE, tenant=tenant)) for tenant in ("vip", "crowd"))
+    put(store, vip, chain_of(vip, 1, 3))
+    clock.advance(50)
+    put(store, crowd, chain_of(crowd, 1, 5))
+    store.match(crowd, chain_of(crowd, 1, 2))
+    (segment,) = store._segments.all()
+    live, ttls, now_s = store._live_mask(segment), store._rules.ttls, clock.now_s()
+    protected = store._quotas.protected_namespaces(segment, [vip.namespace_id, crowd.namespace_id])
+    assert protected == [vip.namespace_id]
+    keep = worth_keeping(segment, live, protected, ttls, 0.9999999, now_s)
+    assert keep.tolist() == [True] * 3 + [True] + [False] * 4  # half of the segment: the protected first, though colder
+    assert worth_keeping(segment, live, [], ttls, 0.9999999, now_s).tolist() == [False] * 3 + [True] * 4 + [False]
     store.close()
 
 

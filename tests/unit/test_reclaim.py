@@ -457,3 +457,29 @@ def test_space_is_reclaimed_ahead_of_need_between_the_watermarks(tmp_path, clock
         store.sweep()
     assert store.counters.snapshot()["segments_reclaimed"] == before  # between the marks it waits
     store.close()
+
+
+def test_a_put_takes_the_room_that_is_there_at_once_before_that_of_leased_files(tmp_path, clock):
+    """The coldest segments are leased: reclaiming one would free nothing until the lease passes."""
+    store = open_store(tmp_path, clock, capacity=4 << 20)
+    namespace = store.register_namespace(spec(4096))
+    conversation = 0
+    while store.counters.snapshot()["blocks_evicted"] == 0:
+        put(store, namespace, chain_of(namespace, conversation, 10))
+        conversation += 1
+        clock.advance(1)
+    there = [
+        chain
+        for chain in (chain_of(namespace, number, 10) for number in range(conversation))
+        if store.match(namespace, chain, peek=True, lease_s=0.1).hit_length_blocks == 10
+    ]
+    clock.advance(2)
+    leased = there[: len(there) // 2]
+    for chain in leased:
+        store.match(namespace, chain, peek=True, lease_s=60)
+    for number in range(20):
+        results = put(store, namespace, chain_of(namespace, 1000 + number, 10))
+        assert {result.status for result in results} == {PutStatus.STORED}
+    for chain in leased[5:]:  # the last segment with a lease on it may hold others, too
+        assert_whole(store, namespace, chain)
+    store.close()

@@ -343,14 +343,14 @@ def test_a_changed_ttl_acts_on_resident_blocks_and_survives_a_restart(tmp_path, 
     store.close()
 
 
-def test_a_longer_ttl_does_not_bring_back_what_was_deleted(store, namespace, clock):
+def test_a_longer_ttl_does_not_bring_back_what_was_deleted_after_its_time(store, namespace, clock):
     chain = chain_of(namespace, 1, 4)
     put(store, namespace, chain, traffic_class="agent")
     clock.advance(3 * 86_400 + 1)
     assert store.delete(namespace, chain, 0, 2) == 0, "expired blocks are not there"
     store.set_ttl("agent", 30 * 86_400)
-    assert set(get(store, namespace, chain)[0]) == {2, 3}
-    assert store.counters.snapshot()["blocks_expired"] == 2
+    assert get(store, namespace, chain)[0] == {}
+    assert store.counters.snapshot()["blocks_expired"] == 4
 
 
 def test_recency_survives_a_restart(tmp_path, clock):
@@ -412,6 +412,20 @@ def test_a_retired_file_waits_for_the_last_lease_to_the_second(store, namespace,
     clock.advance(1)
     store.sweep()
     assert not segment.path.exists()
+
+
+def test_a_deleted_block_does_not_end_the_lease_of_its_neighbours(store, namespace):
+    chain = chain_of(namespace, 1, 6)
+    put(store, namespace, chain)
+    match = store.match(namespace, chain)
+    store.delete(namespace, chain, 2, 1)
+    store.delete(namespace, chain, 4, 1)
+    put(store, namespace, chain, [4])
+    store.evict(EvictSelection(older_than_s=0), dry_run=False)
+    put(store, namespace, chain, [4])
+    found, misses = get(store, namespace, chain, lease=match.lease)
+    assert misses == {2: "NOT_FOUND"}
+    assert found == {block: payload(chain[block]) for block in (0, 1, 3, 4, 5)}
 
 
 def test_deleted_blocks_are_gone_even_under_a_lease(store, namespace):
