@@ -527,7 +527,7 @@ class LocalStore:
     def _leased(
         self, namespace: Namespace, chain: Chain, lease: bytes, first_block: int, block_count: int, now_s: float
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]] | None:
-        """The places a valid lease promises, even if their blocks have expired or been evicted since; None if it does not cover all.
+        """The places a valid lease promises, even if their blocks have expired or been evicted since; None if it covers too few.
 
         For a file that is gone or a block that was deleted the look-up decides: the block may have been stored again elsewhere.
         """

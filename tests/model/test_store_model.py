@@ -280,8 +280,7 @@ class StoreModel(RuleBasedStateMachine):
             self.damages -= len(misses)
             for block in misses:
                 self.doubt((lease.tenant, hit[block]))
-            damaged = {hit[block] for block in misses}
-            self.leases = [other for other in self.leases if not self.names(other, lease.tenant, damaged)]
+            self.forget_leases(lease.tenant, {hit[block] for block in misses})
         return not misses
 
     def get_without_lease(self, tenant: str, conversation: int) -> None:
@@ -292,6 +291,11 @@ class StoreModel(RuleBasedStateMachine):
             assert self.may_be_there((tenant, chain[block])), f"an expired or deleted block is back; {self.device}"
         for block in misses:
             self.missed((tenant, chain[block]))
+        self.forget_leases(tenant, {chain[block] for block, reason in misses.items() if reason == "CORRUPT"})
+
+    def forget_leases(self, tenant: str, hashes: set[bytes]) -> None:
+        """Of blocks that were deleted or found damaged: they are not readable even under a lease."""
+        self.leases = [lease for lease in self.leases if not self.names(lease, tenant, hashes)]
 
     # What operators do
 
@@ -299,8 +303,7 @@ class StoreModel(RuleBasedStateMachine):
         chain = self.chain(tenant, conversation)
         keys = [(tenant, chain[block]) for block in range(first, len(chain))]
         done = self.attempt(lambda: self.store.delete(self.namespaces[tenant], chain, first, len(chain) - first))
-        deleted = {chain[block] for block in range(first, len(chain))}
-        self.leases = [lease for lease in self.leases if not self.names(lease, tenant, deleted)]
+        self.forget_leases(tenant, {chain[block] for block in range(first, len(chain))})
         for key in keys:
             if done is None or self.device.image is not None:
                 self.doubt(key)
