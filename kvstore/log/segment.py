@@ -99,6 +99,8 @@ class Segment:
             raise
         if not (trust_seal and segment._take_seal()):
             segment._find_end()
+            if segment.state != fmt.STATE_OPEN:
+                segment._note_seal()  # what power loss left may be less than what was sealed
         return segment
 
     def _take_seal(self) -> bool:
@@ -254,9 +256,12 @@ class Segment:
     def seal(self) -> None:
         """No more appends. The header then says what the segment holds."""
         if self.state == fmt.STATE_OPEN:
-            seal = fmt.encode_seal(self.segment_id, self.slot_count, self.end_bytes)
-            self._map[fmt.SEAL_OFFSET : fmt.SEAL_OFFSET + fmt.SEAL.size] = seal
+            self._note_seal()
             self.state = fmt.STATE_SEALED
+
+    def _note_seal(self) -> None:
+        seal = fmt.encode_seal(self.segment_id, self.slot_count, self.end_bytes)
+        self._map[fmt.SEAL_OFFSET : fmt.SEAL_OFFSET + fmt.SEAL.size] = seal
 
     def allocated_bytes(self) -> int:
         """What `du` counts for the file."""

@@ -152,3 +152,23 @@ def test_a_segments_worth_is_that_of_its_colder_half(tmp_path, clock):
     assert segment_worth(summary, clock.now_s() + 90, live_bytes, 0) == 0
     assert segment_worth(summary, clock.now_s(), live_bytes, live_bytes // 4) == pytest.approx(0.75)
     store.close()
+
+
+def test_a_seal_is_made_anew_when_rows_have_to_be_read(tmp_path, clock):
+    """Power loss took the last row and left its use row and the seal: the next start but one trusts the seal again."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 5)
+    put(store, namespace, chain)
+    segment = store._segments.all()[0]
+    store.close()
+    with segment.path.open("r+b") as file:
+        file.seek(segment.layout.row_offset(4))
+        file.write(bytes(16))
+    (tmp_path / "index" / "data.mdb").unlink()
+    for _ in range(2):
+        store = open_store(tmp_path, clock)
+        assert store._segments.all()[0].slot_count == 4
+        assert store.status().live.blocks == 4
+        assert store.invariants().violations == ()
+        store.close()
