@@ -104,15 +104,18 @@ class GuardedClock:
 
     def now_s(self) -> float:
         """Seconds since the epoch; never less than the time before."""
+        return self._look()[0]
+
+    def _look(self) -> tuple[float, float]:
+        """The store's time and the wall clock's, of the same moment."""
         with self._lock:
-            steady_s = self._clock.steady_s()
+            steady_s, wall_s = self._clock.steady_s(), self._clock.now_s()
             expected_s = self._base_s + max(0.0, steady_s - self._since_s)
-            offset_s = self._clock.now_s() - expected_s
-            if self._believes(offset_s, steady_s):
+            if self._believes(wall_s - expected_s, steady_s):
                 # Small steps back are slept through: the store stands still until the clock has caught up.
-                expected_s = max(self._base_s, expected_s + offset_s)
+                expected_s = max(self._base_s, wall_s)
             self._base_s, self._since_s = expected_s, steady_s
-            return expected_s
+            return expected_s, wall_s
 
     def _believes(self, offset_s: float, steady_s: float) -> bool:
         if abs(offset_s) <= STEP_TOLERANCE_S:
@@ -150,8 +153,9 @@ class GuardedClock:
         return self._clock.steady_s()
 
     def ahead_s(self) -> float:
-        """How far the store's time is ahead of the wall clock; negative while a jump of the clock is not believed."""
-        return self.now_s() - self._clock.now_s()
+        """How far the store's time is ahead of the wall clock: 0 while it follows, negative while a jump is not believed."""
+        store_s, wall_s = self._look()
+        return store_s - wall_s
 
     def note(self) -> ClockNote:
         """What a restart needs to know."""

@@ -46,7 +46,7 @@ from third_party import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +182,79 @@ def test_cancelled_gets_and_puts_leave_no_places_threads_or_files_behind(tmp_pat
         until(lambda: len(os.listdir(f"/proc/{server.pid}/task")) <= threads + 4)
         assert len(client.get(namespace, chain)[0]) == 200
         assert "call failed" not in server.log()
+
+
+@pytest.mark.parametrize("leave", ["cancel", "disconnect"])
+def test_who_leaves_in_the_middle_of_anything_leaves_nothing_behind(tmp_path, leave):
+    """After a match, in the middle of a get, in the middle of a put, 1,000 times in all; and nobody asks for anything later."""
+    config = tmp_path / "kvstore.toml"
+    one_thread_each = (
+        "[server]\nread_threads = 1\nwrite_threads = 1\nmatch_threads = 1\n"  # they are made when first needed
+    )
+    config.write_text(one_thread_each + "[store]\nlease_s = 2.0\nlease_max_s = 2.0\n")
+    with running_server(tmp_path / "data", "--config", str(config)) as server:
+        with connected(server) as client:
+            namespace = client.register(make_spec(REFERENCE_BLOCK_BYTES))
+            large = client.register(make_spec(3 * MAX_FRAME_DATA_BYTES))
+            chain, half_put = make_chain("leavers", 40), make_chain("half a put", 1)
+            client.put_blocks(namespace, chain, REFERENCE_BLOCK_BYTES)
+        two_thirds = list(put_messages(large, half_put, 3 * MAX_FRAME_DATA_BYTES))[:3]
+
+        def leave_often(times: int) -> None:
+            for number in range(times):
+                with connected(server) as client:
+                    never = threading.Event()
+                    calls = []
+                    if number % 3 == 0:
+                        assert client.match(namespace, chain).lease
+                    elif number % 3 == 1:
+                        calls.append(client.blocks.GetBlocks(get_request(namespace, chain)))
+                        next(calls[0])
+                    else:
+                        sent = threading.Event()
+                        calls.append(client.blocks.PutBlocks.future(stalled(two_thirds, sent, never)))
+                        assert sent.wait(WAIT_S)
+                    for call in calls if leave == "cancel" else ():
+                        call.cancel()
+                never.set()
+
+        def at_rest() -> bool:
+            names = ("pool_pending{", "rpcs_running{")
+            return not any(value for name, value in scrape(server).items() if any(part in name for part in names))
+
+        leave_often(60)
+        until(at_rest)
+        files, threads, held_bytes = open_files(server), thread_count(server), resident_bytes(server.pid)
+        leave_often(500)
+        until(at_rest)
+        until(lambda: open_files(server) <= files)
+        until(lambda: thread_count(server) <= threads)
+        assert resident_bytes(server.pid) < held_bytes + (48 << 20)
+        with connected(server) as client:
+            assert client.match(large, half_put).hit_length_blocks == 0
+            assert client.admin.Evict(admin_pb2.EvictRequest(traffic_class="agent")).blocks == 40
+        # From here on nobody asks for anything.
+        until(lambda: not list(tmp_path.rglob("*.seg")))
+        until(lambda: open_files(server) < files)
+        assert "call failed" not in server.log()
+
+
+def stalled(
+    messages: Iterable[pb.PutBlocksRequest], sent: threading.Event, never: threading.Event
+) -> Iterator[pb.PutBlocksRequest]:
+    yield from messages
+    sent.set()
+    never.wait(WAIT_S)
+
+
+def open_files(server: RunningServer) -> int:
+    return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+
+def thread_count(server: RunningServer) -> int:
+    """The server's own threads; gRPC's come and go as it likes."""
+    names = [path.read_text() for path in Path(f"/proc/{server.pid}/task").glob("*/comm")]
+    return sum(not name.startswith(("event_engine", "grpc", "lifeguard")) for name in names)
 
 
 def resident_bytes(pid: int) -> int:

@@ -32,6 +32,19 @@ def test_time_passes_as_the_clocks_say(clock):
     assert store_clock.ahead_s() == 0
 
 
+class SlowClock(ManualClock):
+    """Time passes while it is read, as it does on any machine."""
+
+    def now_s(self):
+        self.advance(1e-6)
+        return super().now_s()
+
+
+def test_the_store_is_not_ahead_of_a_clock_that_it_follows_not_even_by_what_reading_it_takes():
+    store_clock = guarded(SlowClock())
+    assert {store_clock.ahead_s() for _ in range(100)} == {0.0}
+
+
 def test_small_steps_are_followed_but_never_back(clock):
     store_clock = guarded(clock)
     start_s = store_clock.now_s()

@@ -16,10 +16,11 @@ from kvstore.clock import ManualClock
 from kvstore.errors import InvalidArgumentError, StorageError
 from kvstore.index import block_keys
 from kvstore.log import format as fmt
+from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import BlockAddr, EvictSelection, PutStatus, SegmentId
 from kvstore_api.checksum import block_checksum
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec, tree_bytes
 
 
 @pytest.fixture
@@ -482,4 +483,92 @@ def test_a_put_takes_the_room_that_is_there_at_once_before_that_of_leased_files(
         assert {result.status for result in results} == {PutStatus.STORED}
     for chain in leased[5:]:  # the last segment with a lease on it may hold others, too
         assert_whole(store, namespace, chain)
+    store.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("used", [True, False])
+@pytest.mark.parametrize("touched", [0, 4_000_000_000])  # seconds since the epoch
+def test_what_is_used_again_outlives_what_was_written_after_it(tmp_path, clock, restarted, used, touched):
+    """A, B, A, A, C, D with room for three: by last use, which neither a restart nor the file system's times can change."""
+    capacity = 4 << 20
+    store = open_store(tmp_path, clock, capacity=capacity)
+    namespace = store.register_namespace(spec(4096))
+    a, b, c, d = (chain_of(namespace, conversation, 250) for conversation in range(4))
+
+    def store_whole(chain):
+        clock.advance(61)  # leases of what was just read do not decide here
+        assert len(stored(put(store, namespace, chain))) == 250
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
+        clock.advance(1)
+
+    store_whole(a)
+    store_whole(b)
+    for _ in range(2 if used else 0):
+        clock.advance(1)
+        assert store.match(namespace, a).hit_length_blocks == 250
+    store_whole(c)
+    if restarted:
+        store.close()
+        store = open_store(tmp_path, clock, capacity=capacity)
+    for number, path in enumerate(sorted(tmp_path.rglob("*.seg"))):
+        os.utime(path, (touched + number, touched - number))
+    assert store.counters.snapshot()["blocks_evicted"] == 0, "there is room for three"
+    store_whole(d)
+    hits = [store.match(namespace, chain, peek=True).hit_length_blocks for chain in (a, b, c, d)]
+    assert hits[2:] == [250, 250]
+    assert hits[0] == (250 if used else 0)
+    assert hits[1] < 250 if used else hits[1] == 250
+    store.close()
+
+
+class MeasuredDevice(FileDevice):
+    """The file system, and the most that a directory has taken on it after any step."""
+
+    def __init__(self, root):
+        self.root, self.peak_bytes = root, 0
+
+    def measure(self):
+        self.peak_bytes = max(self.peak_bytes, tree_bytes(self.root))
+
+    def create(self, path, mode=0o640):
+        descriptor = super().create(path, mode)
+        self.measure()
+        return descriptor
+
+    def resize(self, descriptor, size_bytes):
+        super().resize(descriptor, size_bytes)
+        self.measure()
+
+    def write(self, descriptor, buffers, offset_bytes):
+        super().write(descriptor, buffers, offset_bytes)
+        self.measure()
+
+
+@pytest.mark.parametrize("kept", ["the first of each ten", "the first tenth of each segment"])
+def test_a_nearly_full_store_of_nine_tenths_dead_segments_makes_room_and_loses_nothing(tmp_path, clock, kept):
+    capacity = 4 << 20
+    device = MeasuredDevice(tmp_path)
+    store = open_store(tmp_path, clock, capacity=capacity, device=device)
+    namespace = store.register_namespace(spec(4096))
+    length = 10 if kept.startswith("the first of") else 60
+    chains = []
+    while store.status().used_bytes < 0.84 * capacity:
+        chains.append(chain_of(namespace, len(chains), length))
+        assert len(stored(put(store, namespace, chains[-1]))) == length
+    left = length // 10
+    for chain in chains:
+        store.delete(namespace, chain, left, length - left)
+    assert tree_bytes(tmp_path) > 0.8 * capacity, "nothing was given back yet"
+    clock.advance(61)
+    new = [chain_of(namespace, 1000 + number, length) for number in range(len(chains) * 8 // 10)]
+    for chain in new:
+        assert len(stored(put(store, namespace, chain))) == length
+        assert tree_bytes(tmp_path) <= capacity
+    counters = store.counters.snapshot()
+    assert counters["blocks_evicted"] == 0
+    assert counters["segments_reclaimed"] > 0
+    for chain in [*(chain.first(left) for chain in chains), *new]:
+        assert_whole(store, namespace, chain)
+    assert 0.8 * capacity < device.peak_bytes <= capacity
     store.close()

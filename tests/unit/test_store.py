@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +35,7 @@ from stores import (
     put_block,
     spec,
 )
+from third_party import until
 
 DAY_S = 86_400
 
@@ -120,11 +125,11 @@ def test_a_match_of_8192_blocks_is_one_call_whatever_else_is_stored(tmp_path):
     put(store, namespace, chain)
     for conversation in range(2, 40):
         put(store, namespace, chain_of(namespace, conversation, 100, shared_blocks=50))
-    opened = len(os.listdir("/proc/self/fd"))
+    opened = open_files()
     match = store.match(namespace, chain)
     assert match.hit_length_blocks == 8192
     assert len(match.lease) < 1000, "neighbours are told as runs"
-    assert len(os.listdir("/proc/self/fd")) == opened, "a look-up opens nothing"
+    until(lambda: open_files() == opened)  # a look-up opens nothing; housekeeping does, for a moment
     store.close()
 
 
@@ -457,16 +462,37 @@ def test_a_token_for_one_chain_never_yields_its_blocks_under_another(store, name
     assert all(data == payload(theirs[block]) for block, data in found.items())
 
 
-def test_matches_that_nobody_reads_hold_nothing(store, namespace, clock):
-    chain = chain_of(namespace, 1, 4)
+def test_matches_that_nobody_reads_hold_nothing(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 1)
     put(store, namespace, chain)
-    for _ in range(2000):
-        store.match(namespace, chain)
-    clock.advance(61)
+    (path,) = tmp_path.rglob("*.seg")
+    store.match(namespace, chain)
+    opened, threads, held_bytes = open_files(), threading.active_count(), resident_bytes()
+    for _ in range(100_000):
+        assert store.match(namespace, chain, lease_s=60).lease
+    until(lambda: open_files() <= opened)
+    assert threading.active_count() == threads
+    assert resident_bytes() - held_bytes < 8 << 20, "80 bytes a match would be more"
     store.evict(EvictSelection(older_than_s=0), dry_run=False)
+    clock.advance(59)
+    store.sweep()
+    assert path.exists(), "a lease still names it"
+    clock.advance(2)
     store.sweep()
     store.sweep()
-    assert store.status().segment_count == 0
+    assert store.status().segment_count == store.status().retiring_bytes == 0
+    assert not path.exists()
+    store.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 # Deleting, evicting, dropping
@@ -833,34 +859,61 @@ def test_swapped_rows_give_misses_not_each_others_blocks(store, namespace, tmp_p
     assert store.counters.snapshot()["blocks_corrupt"] == 2
 
 
-def test_a_reader_sees_a_block_whole_or_not_at_all(store, namespace):
-    """Readers race a writer: each get is a miss or byte-equal, never something else."""
-    chains = [chain_of(namespace, conversation, 10) for conversation in range(40)]
-    done = threading.Event()
-    wrong: list[int] = []
+READERS = 16
+
+
+def read_at_once(look, rounds=math.inf, until=lambda: False):
+    """`look` again and again in as many threads as there are readers; returns what it found wrong, and how often it looked."""
+    wrong, looks = [], []
 
     def read():
-        while not done.is_set():
-            for chain in chains[::7]:
-                found, _ = get(store, namespace, chain)
-                wrong.extend(block for block, data in found.items() if data != payload(chain[block]))
-                match = store.match(namespace, chain)
-                if match.hit_length_blocks:
-                    hit = chain.first(match.hit_length_blocks)
-                    found, misses = get(store, namespace, hit, lease=match.lease)
-                    wrong.extend(misses)
+        done = 0
+        while done < rounds and not until():
+            wrong.extend(look(done))
+            done += 1
+        looks.append(done)
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
+    readers = [threading.Thread(target=read) for _ in range(READERS)]
     for reader in readers:
         reader.start()
-    try:
-        for chain in chains:
+    for reader in readers:
+        reader.join()
+    assert len(looks) == READERS, "a reader died"
+    return wrong, sum(looks)
+
+
+def test_readers_see_a_block_whole_or_not_at_all(store, namespace):
+    """Readers race a writer: each get is a miss or byte-equal, and what a match has promised is there."""
+    chains = [chain_of(namespace, conversation, 6) for conversation in range(50)]
+    looks = 0
+
+    def look(turn):
+        nonlocal looks
+        looks += 1  # roughly is enough: it paces the writer
+        chain = chains[turn % len(chains)]
+        match = store.match(namespace, chain)
+        found, misses = get(store, namespace, chain, lease=match.lease)
+        yield from ((block, "bytes") for block, data in found.items() if data != payload(chain[block]))
+        yield from ((block, reason) for block, reason in misses.items() if block < match.hit_length_blocks)
+        yield from ((block, reason) for block, reason in misses.items() if reason != "NOT_FOUND")
+
+    written = threading.Event()
+
+    def write():
+        for number, chain in enumerate(chains):
+            while looks < 25 * number:
+                time.sleep(0.001)
             put(store, namespace, chain)
-    finally:
-        done.set()
-        for reader in readers:
-            reader.join()
+        written.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    wrong, rounds = read_at_once(look, until=written.is_set)
+    writer.join()
     assert wrong == []
+    assert rounds >= 1000
+    for chain in chains:
+        assert_whole(store, namespace, chain)
 
 
 @pytest.mark.parametrize("stalled_write", range(4))  # header, payloads, use rows, rows
@@ -871,10 +924,17 @@ def test_a_block_whose_write_is_stalled_half_way_is_a_miss_until_it_is_committed
     device.stall_write_after = stalled_write
     future = store.submit_put(namespace, chain, [put_block(chain, block) for block in range(4)])
     assert device.stalled.wait(30)
-    for _ in range(1000 // 4):
-        assert store.match(namespace, chain).hit_length_blocks == 0
-        assert get(store, namespace, chain)[0] == {}
+
+    def look(_):
+        if store.match(namespace, chain).hit_length_blocks:
+            yield "match"
+        if get(store, namespace, chain)[0]:
+            yield "get"
+
+    wrong, rounds = read_at_once(look, rounds=64)
     device.go_on.set()
+    assert wrong == []
+    assert rounds >= 1000
     assert statuses(future.result()) == [PutStatus.STORED] * 4
     assert_whole(store, namespace, chain)
 

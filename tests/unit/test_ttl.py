@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from faults import flip_bit
 from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.expiry import TtlTable, class_uses, last_use_s
 from kvstore.log import format as fmt
 from kvstore.types import PutStatus
-from stores import chain_of, du_bytes, get, open_store, put, spec
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 DAY_S = 86_400
 
@@ -28,7 +29,7 @@ def classes(short=100, long=1000, refresh="on_access"):
 
 
 def hits(store, namespace, chain, **options):
-    return store.match(namespace, chain, peek=True, **options).hit_length_blocks
+    return store.match(namespace, chain, **{"peek": True, **options}).hit_length_blocks
 
 
 @pytest.mark.parametrize("how", ["ttl set", "restart with a longer one"])
@@ -165,4 +166,65 @@ def test_worth_is_the_part_of_the_ttl_that_is_left_by_the_class_that_gives_most(
     assert ttls == TtlTable(store._catalog.classes.values())
     store.set_ttl("short", 90)
     assert ttls != store._rules.ttls
+    store.close()
+
+
+@pytest.mark.parametrize("use", ["puts all", "matches and puts the rest", "puts the rest"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_prefix_that_classes_share_lives_as_long_as_the_longest_lived_needs_it(tmp_path, clock, use, restarted):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec(4096))
+    agent, chat = (chain_of(namespace, conversation, 24, shared_blocks=4) for conversation in (1, 2))
+    put(store, namespace, agent, traffic_class="agent")
+    if use.startswith("matches"):
+        assert hits(store, namespace, chat, traffic_class="chatbot", peek=False) == 4
+    put(store, namespace, chat, range(0 if use == "puts all" else 4, 24), traffic_class="chatbot")
+    clock.advance(3 * DAY_S)
+    for _ in range(2):
+        store.sweep()  # the agent's segment is mostly dead: what lives in it moves
+    if restarted:
+        store.close()
+        store = open_store(tmp_path, clock)
+    assert store.counters.snapshot()["blocks_moved"] == (0 if restarted else 4)
+    assert hits(store, namespace, agent) == 4
+    assert hits(store, namespace, chat) == 24
+    assert_whole(store, namespace, chat)
+    clock.advance(4 * DAY_S - 1)
+    assert hits(store, namespace, chat) == 24
+    clock.advance(1)
+    assert hits(store, namespace, chat) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("hole", ["deleted", "expired before its descendants", "damaged", "never put"])
+def test_a_chain_with_a_hole_is_never_a_full_hit(tmp_path, clock, hole):
+    ttls = classes(refresh="on_write")
+    store = open_store(tmp_path, clock, traffic_classes=ttls)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 8)
+    for blocks, traffic_class in ((range(2), "long"), (range(2, 4), "short"), (range(4, 8), "long")):
+        if hole != "never put" or traffic_class != "short":
+            put(store, namespace, chain, blocks, traffic_class=traffic_class)
+    if hole == "deleted":
+        store.delete(namespace, chain, 2, 2)
+    elif hole == "damaged":
+        for path in tmp_path.rglob("*.seg"):
+            for block in (2, 3):
+                at = path.read_bytes().find(payload(chain[block]))
+                if at >= 0:
+                    flip_bit(path, at, 3)
+        assert get(store, namespace, chain)[1] == {2: "CORRUPT", 3: "CORRUPT"}
+    elif hole.startswith("expired"):
+        clock.advance(100)
+    for _ in range(2):
+        assert hits(store, namespace, chain) == hits(store, namespace, chain, peek=False) == 2
+        found, misses = get(store, namespace, chain, lease=store.match(namespace, chain).lease)
+        assert sorted(found) == [0, 1, 4, 5, 6, 7]
+        assert sorted(misses) == [2, 3]
+        store.sweep()
+        store.close()
+        store = open_store(tmp_path, clock, traffic_classes=ttls)
+    put(store, namespace, chain, range(2, 4))
+    assert hits(store, namespace, chain) == 8
+    assert_whole(store, namespace, chain)
     store.close()
