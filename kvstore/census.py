@@ -16,6 +16,7 @@ import numpy as np
 
 from kvstore.expiry import class_uses
 from kvstore.log import format as fmt
+from kvstore.log.segment import payload_lengths
 from kvstore.types import Usage
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     if not len(uses):
         return Summary({}, 0.0, 0.0, now_s, math.inf, changes, ttls)
     expiry_s, worth, fading = ttls.prospects(uses, now_s)
-    lengths = uses[:, fmt.USE_LENGTH].astype(np.int64)
+    lengths = payload_lengths(uses).astype(np.int64)
     taken = taken_bytes(lengths)
     ids, owner = np.unique(uses[:, fmt.USE_NAMESPACE], return_inverse=True)
     blocks = np.bincount(owner)

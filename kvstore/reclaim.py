@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 # Before anything live is evicted, dead space is given back down to this share of live blocks; unasked, only below the other.
 _COMPACT_BELOW_LIVE_SHARE = 0.75
 _SWEEP_BELOW_LIVE_SHARE = 0.5
-# With no more than this part of its TTL left to any block, a segment is not worth compacting unasked.
-_EXPIRES_SOON_WORTH = 0.25
+# With no more than this part of its class's TTL left to any block, a segment is not worth compacting unasked.
+_EXPIRES_SOON_SHARE = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _RECLAIMS_PER_TICK = 4
 _TICKS_PER_COMPACTION = 10
@@ -149,15 +149,17 @@ class Reclaimer:
         """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
         dead = [c for c in self._candidates(writer) if c.live_share < _SWEEP_BELOW_LIVE_SHARE]
         for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
-            if self._best_worth(candidate.segment) > _EXPIRES_SOON_WORTH:
+            if not self._expires_soon(candidate.segment):
                 self._compact(candidate.segment, writer)
                 break
 
-    def _best_worth(self, segment: Segment) -> float:
+    def _expires_soon(self, segment: Segment) -> bool:
+        """Whether the last of its blocks has little of the class's TTL left."""
         rules, now_s = self._rules(), self._clock.now_s()
         live = live_mask(segment, rules, now_s)
-        _, worth, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
-        return float(worth.max(initial=0))
+        expiry_s, _, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
+        left_s = float(expiry_s.max(initial=0)) - now_s
+        return left_s <= _EXPIRES_SOON_SHARE * rules.ttls.ttl_s(segment.header.class_id)
 
     def _reclaim_one(self, writer: LogWriter, *, urgent: bool) -> bool:
         """Reclaim the segment that costs least; False if there is none.

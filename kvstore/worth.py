@@ -15,6 +15,7 @@ import numpy as np
 
 from kvstore.census import taken_bytes
 from kvstore.log import format as fmt
+from kvstore.log.segment import payload_lengths
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,6 +53,6 @@ def worth_keeping(
         worth[np.isin(uses[:, fmt.USE_NAMESPACE], protected_ids)] += _PROTECTION
     keep: NDArray[np.bool_] = live & (worth > typical)
     order = np.flatnonzero(keep)[np.argsort(-worth[keep], kind="stable")]
-    sizes = np.cumsum(taken_bytes(uses[order, fmt.USE_LENGTH]))
+    sizes = np.cumsum(taken_bytes(payload_lengths(uses)[order]))
     keep[order[sizes > _KEEP_SHARE_MAX * payload_bytes(segment)]] = False
     return keep

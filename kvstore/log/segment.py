@@ -133,7 +133,8 @@ class Segment:
         Written, not mapped: a page of the table may be a hole now, and filling one on a full disk would be a signal.
         """
         uses = self._uses[first_slot : first_slot + len(rows)].copy()
-        uses[:, fmt.USE_NAMESPACE], uses[:, fmt.USE_LENGTH] = rows["namespace_id"], rows["length_bytes"]
+        uses[:, fmt.USE_NAMESPACE] = rows["namespace_id"]
+        uses[:, fmt.USE_LENGTH] = rows["length_bytes"] | (uses[:, fmt.USE_LENGTH] & fmt.REUSED)
         if not np.array_equal(uses, self._uses[first_slot : first_slot + len(rows)]):
             with contextlib.suppress(OSError):  # blocks of no namespace are dead, and their space comes back
                 self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
@@ -166,7 +167,7 @@ class Segment:
     @property
     def lengths(self) -> NDArray[np.uint32]:
         """Shape (slot_count,): payload bytes."""
-        return self._uses[: self.slot_count, fmt.USE_LENGTH]
+        return payload_lengths(self._uses[: self.slot_count])
 
     @property
     def namespace_ids(self) -> NDArray[np.uint32]:
@@ -184,7 +185,7 @@ class Segment:
 
         Args:
             entries: what each row says, and its payload.
-            uses: shape (len(entries), 16): the use rows; namespace id and length are filled in.
+            uses: shape (len(entries), 16): the use rows; namespace id and length are filled in, beside whether it was reused.
         Raises: OSError: nothing of it counts, and the segment must not be appended to again.
         """
         first_slot, offset = self.slot_count, self.end_bytes
@@ -200,7 +201,8 @@ class Segment:
                 buffers.append(_PADDING[:padding])
             offset += entry.length_bytes + padding
         uses[:, fmt.USE_NAMESPACE] = [entry.namespace_id for entry, _ in entries]
-        uses[:, fmt.USE_LENGTH] = [entry.length_bytes for entry, _ in entries]
+        lengths = np.array([entry.length_bytes for entry, _ in entries], dtype=np.uint32)
+        uses[:, fmt.USE_LENGTH] = lengths | (uses[:, fmt.USE_LENGTH] & fmt.REUSED)
         self._device.write(self._descriptor, buffers, self.end_bytes)
         self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
         try:
@@ -231,7 +233,9 @@ class Segment:
 
     def touch(self, slots: NDArray[np.integer] | slice, class_id: int, now_s: int) -> None:
         """Note a use of the slots by a class."""
-        column = self._uses[:, class_id]
+        column, marked = self._uses[:, class_id], self._uses[:, fmt.USE_LENGTH]
+        # Within the second in which a block was stored a use is a part of storing it.
+        marked[slots] |= np.where(column[slots] < now_s, np.uint32(fmt.REUSED), np.uint32(0))
         column[slots] = np.maximum(column[slots], np.uint32(now_s))
 
     def read_rows(self, first_slot: int, count: int) -> NDArray[np.void]:
@@ -266,6 +270,11 @@ class Segment:
     def allocated_bytes(self) -> int:
         """What `du` counts for the file."""
         return self._device.allocated_bytes(self._descriptor)
+
+
+def payload_lengths(uses: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Shape (n, 16) -> (n,): payload bytes."""
+    return uses[:, fmt.USE_LENGTH] & np.uint32(fmt.LENGTH_MASK)
 
 
 def check_identity(header: fmt.SegmentHeader, path: Path, store_id: bytes) -> None:

@@ -490,7 +490,7 @@ def test_a_put_takes_the_room_that_is_there_at_once_before_that_of_leased_files(
 @pytest.mark.parametrize("used", [True, False])
 @pytest.mark.parametrize("touched", [0, 4_000_000_000])  # seconds since the epoch
 def test_what_is_used_again_outlives_what_was_written_after_it(tmp_path, clock, restarted, used, touched):
-    """A, B, A, A, C, D with room for three: by last use, which neither a restart nor the file system's times can change."""
+    """A, A, A, B, C, D with room for three: it is known who was used again, which neither a restart nor file times can change."""
     capacity = 4 << 20
     store = open_store(tmp_path, clock, capacity=capacity)
     namespace = store.register_namespace(spec(4096))
@@ -503,10 +503,10 @@ def test_what_is_used_again_outlives_what_was_written_after_it(tmp_path, clock, 
         clock.advance(1)
 
     store_whole(a)
-    store_whole(b)
     for _ in range(2 if used else 0):
         clock.advance(1)
         assert store.match(namespace, a).hit_length_blocks == 250
+    store_whole(b)
     store_whole(c)
     if restarted:
         store.close()

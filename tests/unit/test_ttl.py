@@ -160,6 +160,10 @@ def test_worth_is_the_part_of_the_ttl_that_is_left_by_the_class_that_gives_most(
     assert worth.tolist() == [1.0, 0.25, 0.5, 0.0, 0.0]
     assert (expiry_s - now_s).tolist() == [100, 25, 500, 0, -now_s]
     assert fading.tolist() == [0.01, 0.01, 0.001, 0, 0]
+    uses[:, fmt.USE_LENGTH] = 500 | fmt.REUSED
+    _, worth, fading = ttls.prospects(uses, now_s)
+    assert worth.tolist() == [1.0, 0.625, 0.75, 0.0, 0.0]
+    assert fading.tolist() == [0.005, 0.005, 0.0005, 0, 0]
     assert ttls.live(uses, now_s).tolist() == [True, True, True, False, False]
     assert class_uses(uses).shape == (5, 13)
     assert last_use_s(uses).tolist() == [now_s, now_s - 75, now_s - 75, now_s - 1000, 0]
