@@ -24,7 +24,7 @@ from kvstore.types import BlockAddr
 from kvstore.worth import payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -117,7 +117,6 @@ class Reclaimer:
     def tick(self, writer: LogWriter) -> None:
         """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
-        self._census.forget_others(self._segments.all())
         self._quotas.refresh()
         self._keep_ahead(writer)
         self._drop_obsolete()
@@ -126,6 +125,7 @@ class Reclaimer:
         if self._ticks % _TICKS_PER_COMPACTION == 0:
             self._compact_one(writer)
             self._index.clear_dead_readers()
+            self._census.forget_others(self._segments.all())
 
     def _keep_ahead(self, writer: LogWriter) -> None:
         """From the high mark down to the low one, a few segments a tick."""
@@ -141,9 +141,8 @@ class Reclaimer:
         self._compact_one(writer)
 
     def _drop_dead(self, writer: LogWriter) -> None:
-        for segment in self._reclaimable(writer):
-            if not self._census.live_shares(segment):
-                self._reclaim(segment, keep=None, writer=writer)
+        for segment in self._reclaimable(self._census.lifeless(self._segments.all()), writer):
+            self._reclaim(segment, keep=None, writer=writer)
 
     def _compact_one(self, writer: LogWriter) -> None:
         """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
@@ -185,17 +184,17 @@ class Reclaimer:
         return True
 
     def _candidates(self, writer: LogWriter) -> list[_Candidate]:
-        return [self._candidate(segment) for segment in self._reclaimable(writer)]
+        return [self._candidate(segment) for segment in self._reclaimable(self._segments.all(), writer)]
 
-    def _reclaimable(self, writer: LogWriter) -> list[Segment]:
-        """Segments with blocks whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
+    def _reclaimable(self, segments: Iterable[Segment], writer: LogWriter) -> list[Segment]:
+        """Of the segments those whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
         return [
             segment
-            for segment in self._segments.all()
-            if segment.state != fmt.STATE_RETIRED
-            and (segment.slot_count or segment.state == fmt.STATE_SEALED)
+            for segment in segments
+            if not segment.unreadable
             and segment.segment_id not in writer.uncommitted
-            and not segment.unreadable
+            and (state := segment.state) != fmt.STATE_RETIRED
+            and (segment.slot_count or state == fmt.STATE_SEALED)
         ]
 
     def _candidate(self, segment: Segment) -> _Candidate:
