@@ -47,6 +47,7 @@ _SWEEP_BELOW_LIVE_SHARE = 0.5
 _EXPIRES_SOON_SHARE = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _RECLAIMS_PER_TICK = 4
+_MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
 _TICKS_PER_COMPACTION = 10
 
 
@@ -316,22 +317,36 @@ class Reclaimer:
         writer: LogWriter,
     ) -> dict[int, BlockAddr] | None:
         """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
+        moved: dict[int, BlockAddr] = {}
+        size_max = max(1, int(segment.lengths.max(initial=0)))
+        step = max(1, _MOVED_BYTES_AT_A_TIME // size_max)
+        try:
+            for first in range(0, len(kept), step):
+                moved |= self._move_some(segment, rows, keys, kept[first : first + step].tolist(), writer)
+        except OSError as error:
+            for addr in moved.values():
+                writer.flag(addr, fmt.FLAG_DELETED)
+            writer.moves_committed()
+            _log.warning("segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(kept), str(error))
+            return None
+        return moved
+
+    def _move_some(
+        self,
+        segment: Segment,
+        rows: NDArray[np.void],
+        keys: Sequence[bytes],
+        kept: Sequence[int],
+        writer: LogWriter,
+    ) -> dict[int, BlockAddr]:
         entries, slots = [], []
         for slot in kept:
             payload = _payload(segment, rows[slot])
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
                 entries.append(NewEntry(keys[slot], _entry(rows[slot]), payload))
-                slots.append(int(slot))
-        uses = segment.uses[slots].copy()
-        try:
-            addrs = writer.rewrite(segment.header.class_id, entries, uses)
-        except OSError as error:
-            writer.moves_committed()
-            _log.warning(
-                "segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(entries), str(error)
-            )
-            return None
+                slots.append(slot)
+        addrs = writer.rewrite(segment.header.class_id, entries, segment.uses[slots].copy())
         return dict(zip(slots, addrs, strict=True))
 
     def _count_losses(self, segment: Segment, dropped: NDArray[np.intp]) -> None:
