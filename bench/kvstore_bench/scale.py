@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvstore_api.chain import Chain
 
 MIN_BLOCKS = 2 * PROMPT_BLOCKS + CHAIN_BLOCKS
+# So many chains are matched at every point, however much is stored: what differs then is the store and not the work.
+_SAME_CHAINS = 4
 _MATCH_CHAINS = 200
 _MATCH_PASSES_MIN = 3
 _MATCHES_MIN = 600
@@ -78,8 +80,9 @@ class ScalePoint:
 
     blocks: int
     fill_us_per_block: float
-    match_chains: int  # whole chains that are matched in turn
-    match1024_hit_us_p50: float  # all blocks there, the first 117 of them the shared prompt
+    match1024_hit_us_p50: float  # all blocks there, the first 117 of them the shared prompt; the same few chains in turn
+    match_chains: int  # different chains that are matched in turn for the next three
+    match1024_hit_many_us_p50: float  # all blocks there, the first 117 of them the shared prompt
     match1024_hit_unshared_us_p50: float | None  # all blocks there, none shared; None: no such chain is stored
     match1024_miss_us_p50: float  # no block there
     match1024_prompt_us_p50: float  # the shared prompt there, nothing behind it
@@ -129,7 +132,7 @@ class _Point:
         self._step("filling")
         fill_s = self._fill()
         self._step("matching")
-        hit_us, unshared_us, miss_us, prompt_us, chains = self._match()
+        hit_us, many_us, unshared_us, miss_us, prompt_us, chains = self._match()
         self._step("memory")
         memory = _in_child("memory", self._directory, self._blocks)
         self._check(memory["live_blocks"])
@@ -142,8 +145,9 @@ class _Point:
         return ScalePoint(
             blocks=self._blocks,
             fill_us_per_block=fill_s / self._blocks * 1e6,
-            match_chains=chains,
             match1024_hit_us_p50=hit_us,
+            match_chains=chains,
+            match1024_hit_many_us_p50=many_us,
             match1024_hit_unshared_us_p50=unshared_us,
             match1024_miss_us_p50=miss_us,
             match1024_prompt_us_p50=prompt_us,
@@ -170,7 +174,7 @@ class _Point:
         finally:
             store.close()
 
-    def _match(self) -> tuple[float, float | None, float, float, int]:
+    def _match(self) -> tuple[float, float, float | None, float, float, int]:
         whole = self._conversations.whole()
         chosen = random.Random(self._conversations.seed).sample(whole, min(_MATCH_CHAINS, len(whole)))
         shared = [number for number in chosen if self._conversations.shares_prompt(number)]
@@ -180,13 +184,14 @@ class _Point:
         store = open_store(self._directory, self._blocks)
         try:
             matcher = _Matcher(store, scale_namespace(store), self._conversations)
-            hit_us = matcher.p50_us(shared, CHAIN_BLOCKS)
+            hit_us = matcher.p50_us(shared[:_SAME_CHAINS], CHAIN_BLOCKS)
+            many_us = matcher.p50_us(shared, CHAIN_BLOCKS)
             unshared_us = matcher.p50_us(unshared, CHAIN_BLOCKS) if unshared else None
             prompt_us = matcher.p50_us(strangers, PROMPT_BLOCKS)
             miss_us = matcher.p50_us([number + 1 for number in strangers], 0)
         finally:
             store.close()
-        return hit_us, unshared_us, miss_us, prompt_us, len(chosen)
+        return hit_us, many_us, unshared_us, miss_us, prompt_us, len(chosen)
 
     def _start(self) -> tuple[float, float, float]:
         """After clean stops and after kills in turn; medians. Every killed server leaves a segment that it was filling."""

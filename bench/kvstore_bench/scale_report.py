@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 # Field, what it is called, and how it is printed.
 _ROWS = (
-    ("match1024_hit_us_p50", "match of 1,024, all there, shared prompt, p50 µs", ",.0f"),
+    ("match1024_hit_us_p50", "match of 1,024, all there, the same 4 chains, p50 µs", ",.0f"),
+    ("match1024_hit_many_us_p50", "match of 1,024, all there, many chains, p50 µs", ",.0f"),
     ("match1024_hit_unshared_us_p50", "match of 1,024, all there, no shared prompt, p50 µs", ",.0f"),
     ("match1024_prompt_us_p50", "match of 1,024, the shared prompt there, p50 µs", ",.0f"),
     ("match1024_miss_us_p50", "match of 1,024, nothing there, p50 µs", ",.0f"),
