@@ -397,3 +397,42 @@ def test_a_directory_of_other_files_is_not_taken_over(tmp_path, clock):
 def test_segments_are_a_share_of_a_small_capacity():
     assert store_module.segment_size_bytes(StoreConfig(capacity=16 << 20)) == 1 << 20
     assert store_module.segment_size_bytes(StoreConfig(capacity=10 << 30)) == 256 << 20
+
+
+def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_it_was(tmp_path, clock):
+    """The process dies right after the index has learnt the new place; later the block is deleted, and later the index lost."""
+
+    class DiedError(BaseException):
+        pass
+
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
+    put(store, namespace, kept)
+    put(store, namespace, dropped)
+    store._writer.call(lambda: store._writer.seal(Stream(1))).result()
+    store.delete(namespace, dropped, 0, 30)
+    commit, states = store._index.commit, {}
+
+    def commit_and_die(*args):
+        commit(*args)
+        states.update({segment: segment.state for segment in store._segments.all()})
+        raise DiedError
+
+    store._index.commit = commit_and_die
+    with pytest.raises(DiedError):
+        store._reclaimer.sweep(store._writer)
+    store._index.commit = commit
+    crash(store)
+    for segment, state in states.items():
+        segment.state = state
+    store = open_store(tmp_path, clock)
+    assert_whole(store, namespace, kept)
+    assert store.invariants().violations == ()
+    assert store.delete(namespace, kept, 0, 4) == 4
+    store.close()
+    shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock)
+    assert get(store, namespace, kept)[0] == {}
+    assert store.match(namespace, kept).hit_length_blocks == 0
+    store.close()
