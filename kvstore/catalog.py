@@ -116,12 +116,13 @@ class Catalog:
         try:
             envelope = json.loads(path.read_text())
             version, body, crc = envelope["format_version"], envelope["catalog"], envelope["crc32"]
-        except (ValueError, KeyError, TypeError) as error:
+            checksum = zlib.crc32(body.encode())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptDataDirError(f"{path} cannot be read ({error}); {fix}") from error
         if version != FORMAT_VERSION:
             raise FormatVersionError(wrong_version(str(path), version))
-        if zlib.crc32(body.encode()) != crc:
-            raise CorruptDataDirError(f"{path}: crc32 {zlib.crc32(body.encode()):#010x}, want {crc:#010x}; {fix}")
+        if checksum != crc:
+            raise CorruptDataDirError(f"{path}: crc32 {checksum:#010x}, want {crc}; {fix}")
         return _from_json(json.loads(body))
 
 

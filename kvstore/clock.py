@@ -127,11 +127,27 @@ class GuardedClock:
             return False
         if self._doubted_offset_s is None or abs(offset_s - self._doubted_offset_s) > STEP_TOLERANCE_S:
             self._doubted_offset_s, self._doubted_since_s = offset_s, steady_s
-        if steady_s - self._doubted_since_s < CONFIRM_S:
-            return False
-        _log.warning("the wall clock has stood %.0f s ahead for %.0f s: its time is taken now", offset_s, CONFIRM_S)
-        self._doubted_offset_s = None
-        return True
+        return False
+
+    def confirm(self) -> float | None:
+        """Believe a clock that jumped ahead, if it has stood by its time for long enough; for who looks after the store.
+
+        Returns: the store's time when the jump was noticed; what was noted since has to be moved to the time there is now.
+        """
+        self.now_s()
+        with self._lock:
+            steady_s = self._clock.steady_s()
+            if self._doubted_offset_s is None or steady_s - self._doubted_since_s < CONFIRM_S:
+                return None
+            doubted_s = self._base_s - (self._since_s - self._doubted_since_s)
+            _log.warning(
+                "the wall clock has stood %.0f s ahead for %.0f s: its time is taken now",
+                self._doubted_offset_s,
+                CONFIRM_S,
+            )
+            self._base_s, self._since_s = max(self._base_s, self._clock.now_s()), steady_s
+            self._doubted_offset_s = None
+            return doubted_s
 
     def _tell(self, offset_s: float) -> None:
         if abs(offset_s - self._told_offset_s) <= STEP_TOLERANCE_S:

@@ -18,6 +18,7 @@ COUNTERS = (
     "bytes_read",
     "blocks_missed",
     "blocks_corrupt",
+    "blocks_unreadable",
     "blocks_expired",
     "blocks_evicted",
     "blocks_deleted",

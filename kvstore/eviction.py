@@ -55,10 +55,20 @@ def coldest(chosen: Choice, excess_bytes: float, *, padded: bool = False) -> Cho
     if padded:
         sizes = taken_bytes(sizes)
     uses = np.concatenate([last_use_s(segment.uses[s]) for segment, s in chosen])
-    depth = np.concatenate([segment.read_rows(0, segment.slot_count)["position"][s] for segment, s in chosen])
+    depth = np.concatenate([_positions(segment)[s] for segment, s in chosen])
     order = np.lexsort((-depth.astype(np.int64), uses))
     taken = order[np.cumsum(sizes[order]) - sizes[order] < excess_bytes]
     return [(segment, slots[taken[owner[taken] == i]]) for i, (segment, _) in enumerate(chosen)]
+
+
+def _positions(segment: Segment) -> NDArray[np.uint32]:
+    """Of the segment's blocks in their chains; zeros if its rows cannot be read now, so that only their order is lost."""
+    try:
+        rows = segment.read_rows(0, segment.slot_count)
+    except OSError:
+        return np.zeros(segment.slot_count, dtype=np.uint32)
+    positions: NDArray[np.uint32] = rows["position"]
+    return positions
 
 
 def count(chosen: Choice) -> tuple[int, int]:

@@ -16,6 +16,7 @@ What must hold, between any two tasks of the writer:
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -224,6 +225,7 @@ class InvariantCheck:
         self._walked = len(entries) < _ENTRIES_PER_STEP
         if entries:
             self._last_key = entries[-1][0]
+        stale: list[tuple[bytes, BlockAddr]] = []
         by_segment: dict[SegmentId, list[tuple[int, bytes]]] = {}
         for key, addr in entries:
             by_segment.setdefault(addr.segment_id, []).append((addr.slot, key))
@@ -234,9 +236,14 @@ class InvariantCheck:
                     self._violated(f"index: {sentence}")
             elif segment_id < self._segment_ids_end():
                 self._stale += len(wanted)
+                stale += [(key, BlockAddr(segment_id, slot)) for slot, key in wanted]
             else:
                 for _, key in wanted:
                     self._violated(f"index: {named(key)} is said to lie in segment {segment_id}, which never was")
+        if stale:
+            # Left by a process that died between removing a file and its entries; they would stay for good.
+            with contextlib.suppress(KvStoreError):
+                self._index.commit({}, stale)
 
     # Accounting
 

@@ -40,6 +40,7 @@ STORE_COUNTERS = {
     "bytes_read": "Payload bytes read.",
     "blocks_missed": "Blocks asked for by a get that were not there.",
     "blocks_corrupt": "Blocks whose bytes failed their checksum, served as misses.",
+    "blocks_unreadable": "Blocks that the disk did not give; served as misses, and not offered for a minute.",
     "blocks_expired": "Blocks dropped because their time to live had passed.",
     "blocks_evicted": "Blocks dropped to make room, or on an operator's order.",
     "blocks_deleted": "Blocks dropped because a caller deleted them or their namespace.",

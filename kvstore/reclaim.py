@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.census import expired_mask, live_mask
+from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
 from kvstore.index import row_keys
 from kvstore.log import format as fmt
-from kvstore.log.writer import NewEntry
+from kvstore.log.writer import NewEntry, disk_is_full
 from kvstore.types import BlockAddr
-from kvstore.worth import payload_bytes, segment_worth, worth_keeping
+from kvstore.worth import PROTECTION, payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +47,8 @@ _SWEEP_BELOW_LIVE_SHARE = 0.5
 _EXPIRES_SOON_SHARE = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _RECLAIMS_PER_TICK = 4
+_MOVE_SLACK_BYTES = 64 << 10  # tables of the segment that takes moved blocks
+_UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be read
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
 _TICKS_PER_COMPACTION = 10
 
@@ -109,7 +111,8 @@ class Reclaimer:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
             enough_coming = used - coming + need_bytes <= self._low_bytes
-            if need_bytes > limit or enough_coming or not self._reclaim_one(writer, urgent=True):
+            stuck = self._segments.nothing_can_be_unlinked
+            if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
                     f"{coming} wait for leases to pass and nothing more can be reclaimed now"
@@ -119,9 +122,10 @@ class Reclaimer:
         """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         self._quotas.refresh()
+        self._drop_dead(writer)
+        self._relieve_disk(writer)
         self._keep_ahead(writer)
         self._drop_obsolete()
-        self._drop_dead(writer)
         self._ticks += 1
         if self._ticks % _TICKS_PER_COMPACTION == 0:
             self._compact_one(writer)
@@ -133,13 +137,24 @@ class Reclaimer:
         for _ in range(_RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
-            if not self._above_low or not self._reclaim_one(writer, urgent=False):
+            stuck = self._segments.nothing_can_be_unlinked
+            if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
+
+    def _relieve_disk(self, writer: LogWriter) -> None:
+        """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on."""
+        candidates = self._candidates(writer) if writer.disk_full else []
+        if candidates and not self._segments.nothing_can_be_unlinked:
+            deadest = min(candidates, key=lambda candidate: candidate.live_share)
+            live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
+            self._reclaim(deadest.segment, live, writer)
+        writer.disk_full = False
 
     def sweep(self, writer: LogWriter) -> None:
         """Give back dead space now."""
         self._drop_dead(writer)
         self._compact_one(writer)
+        self._relieve_disk(writer)
 
     def _drop_dead(self, writer: LogWriter) -> None:
         for segment in self._reclaimable(self._census.lifeless(self._segments.all()), writer):
@@ -173,7 +188,7 @@ class Reclaimer:
         self._quotas.refresh()
         candidates = self._candidates(writer)
         if urgent:
-            candidates = [c for c in candidates if c.segment.lease_until_s < now_s] or candidates
+            candidates = _at_once(candidates, now_s)
         if not candidates:
             return False
         deadest = min(candidates, key=lambda candidate: candidate.live_share)
@@ -189,10 +204,11 @@ class Reclaimer:
 
     def _reclaimable(self, segments: Iterable[Segment], writer: LogWriter) -> list[Segment]:
         """Of the segments those whose rows the index knows; open ones too, or a class that nobody uses would keep its last."""
+        steady_s = self._clock.steady_s()
         return [
             segment
             for segment in segments
-            if not segment.unreadable
+            if segment.unreadable_until_s <= steady_s
             and segment.segment_id not in writer.uncommitted
             and (state := segment.state) != fmt.STATE_RETIRED
             and (segment.slot_count or state == fmt.STATE_SEALED)
@@ -245,13 +261,18 @@ class Reclaimer:
         try:
             rows = segment.read_rows(0, segment.slot_count)
         except OSError as error:
-            segment.unreadable = True
-            _log.warning("segment %d cannot be read and keeps its space: %s", segment.segment_id, str(error))
-            return False
+            if keep is not None:
+                return self._leave_alone(segment, error)
+            rows = np.zeros(
+                segment.slot_count, dtype=fmt.ROW_DTYPE
+            )  # nothing lives there; entries left over are only misses
         whole = fmt.valid_rows(rows, segment.segment_id)
         kept = np.flatnonzero(keep & whole[: len(keep)]) if keep is not None else np.zeros(0, dtype=np.intp)
         keys = row_keys(rows)
-        moved = self._move(segment, rows, keys, kept, writer)
+        size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
+        moved = None
+        if self.used_bytes() + size_bytes + _MOVE_SLACK_BYTES <= self._capacity_bytes:
+            moved = self._move(segment, rows, keys, kept, writer)
         if moved is None:
             if not may_lose:
                 return False
@@ -280,6 +301,13 @@ class Reclaimer:
             freed,
         )
         return True
+
+    def _leave_alone(self, segment: Segment, error: OSError) -> bool:
+        segment.unreadable_until_s = self._clock.steady_s() + _UNREADABLE_S
+        if not segment.unreadable_told:
+            _log.warning("segment %d cannot be read and keeps its space: %s", segment.segment_id, str(error))
+        segment.unreadable_told = True
+        return False
 
     def _drop_obsolete(self) -> None:
         """Remove index entries of segments that are gone; the next tick tries again if the disk is too full even for that."""
@@ -327,6 +355,7 @@ class Reclaimer:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)
             writer.moves_committed()
+            writer.disk_full |= disk_is_full(error)
             _log.warning("segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(kept), str(error))
             return None
         return moved
@@ -354,6 +383,15 @@ class Reclaimer:
         rules, now_s = self._rules(), self._clock.now_s()
         live, expired = live_mask(segment, rules, now_s), expired_mask(segment, rules, now_s)
         self._counters.add(blocks_evicted=int(live[dropped].sum()), blocks_expired=int(expired[dropped].sum()))
+
+
+def _at_once(candidates: list[_Candidate], now_s: float) -> list[_Candidate]:
+    """Those whose space is there at once because no lease names them; but not if that costs what is within a share."""
+    free = [c for c in candidates if c.segment.lease_until_s < now_s]
+    unprotected = [c for c in free if c.worth < PROTECTION]
+    if unprotected or all(c.worth >= PROTECTION for c in candidates):
+        return free or candidates
+    return candidates
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import StorageError, StoreFullError
+from kvstore.expiry import last_use_s
 from kvstore.index import ADDR_DTYPE, IndexState, key_array, row_keys, split_keys
 from kvstore.log import format as fmt
 from kvstore.log.check import payload_is_right
@@ -39,6 +40,9 @@ def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, in
 
     An index that cannot be written, on a full disk say, leaves blocks that are missed until a later start.
     """
+    for segment in segments.all():
+        if segment.state == fmt.STATE_RETIRED:
+            segments.retire(segment)  # its space comes back whatever becomes of the index
     try:
         _recover(segments, index, index.found, progress)
     except StoreFullError as error:
@@ -62,7 +66,6 @@ def _start_over(segments: SegmentSet, index: BlockIndex, why: str, progress: Cal
 
 def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progress: Callable[[int, int], None]) -> None:
     everything = segments.all()
-    retired = [segment for segment in everything if segment.state == fmt.STATE_RETIRED]
     in_use = [segment for segment in everything if segment.state != fmt.STATE_RETIRED]
     if not found.usable:
         if everything:
@@ -72,9 +75,11 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         # Only segments that were open can hold rows whose index commit did not happen.
         suspects = [] if found.clean else [segment for segment in in_use if segment.state == fmt.STATE_OPEN]
     if segments.durable:
-        # What is answered "exists" from now on has to survive power loss, and a dead process may not have synced its last rows.
-        for segment in in_use if not found.clean else ():
+        # What is answered "exists" from now on has to survive power loss; a dead process may not have synced its last rows, and
+        # one that ran with another durability none.
+        for segment in in_use:
             _sync(segment)
+        segments.sync_names()
     indexed = 0
     batch: list[_Rows] = []
     for done, segment in enumerate(suspects):
@@ -87,8 +92,9 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
     progress(len(suspects), len(suspects))
     if suspects:
         _log.info("index: %s; %d blocks of %d segments indexed", found.why, indexed, len(suspects))
-    for segment in retired:
-        _finish_retiring(segment, segments, index)
+    for segment in everything:
+        if segment.state == fmt.STATE_RETIRED:
+            _drop_entries(segment, index)
 
 
 def _sync(segment: Segment) -> None:
@@ -113,7 +119,7 @@ def _usable_rows(segment: Segment) -> _Rows:
     rows = segment.read_rows(0, segment.slot_count)
     whole, unflagged = fmt.valid_rows(rows, segment.segment_id), segment.uses[: segment.slot_count, 0] == 0
     # A row torn by a crash names no block: nobody must count it as one.
-    segment.flag(np.flatnonzero(unflagged & ~whole), fmt.FLAG_DELETED)
+    segment.flag_on_disk(np.flatnonzero(unflagged & ~whole).tolist(), fmt.FLAG_DELETED)
     slots = np.flatnonzero(whole & unflagged)
     return _Rows(segment, key_array(rows[slots]), slots)
 
@@ -137,25 +143,39 @@ def _settle_duplicates(part: _Rows, segments: SegmentSet, index: BlockIndex) -> 
     """Some of the blocks were in the index before, or are twice among the rows; returns how many get a new place."""
     segment = part.segment
     slots = dict(zip(split_keys(part.keys), part.slots.tolist(), strict=True))
-    segment.flag(np.setdiff1d(part.slots, list(slots.values())), fmt.FLAG_EVICTED)
+    segment.flag_on_disk(np.setdiff1d(part.slots, list(slots.values())).tolist(), fmt.FLAG_EVICTED)
     wanted: dict[bytes, BlockAddr] = {}
     for key, known in index.lookup(sorted(slots)).items():
         here = BlockAddr(segment.segment_id, slots[key])
         other = segments.get(known.segment_id)
         if known == here:
             continue
-        if other is not None and (known.segment_id, known.slot) > (here.segment_id, here.slot):
-            segment.flag(np.array([here.slot]), fmt.FLAG_EVICTED)
-            continue
-        if other is not None and not _payload_is_whole(segment, here.slot):
-            # A power loss in the middle of a move leaves the row and not the bytes; the place it was moved from is still good.
-            segment.flag(np.array([here.slot]), fmt.FLAG_DELETED)
-            continue
-        if other is not None:
-            other.flag(np.array([known.slot]), fmt.FLAG_EVICTED)
+        if other is not None and _is_offered(other, known.slot):
+            if not _is_better(segment, here.slot, other, known.slot):
+                segment.flag_on_disk([here.slot], fmt.FLAG_EVICTED)
+                continue
+            other.flag_on_disk([known.slot], fmt.FLAG_EVICTED)
         wanted[key] = here
     index.commit(wanted)
     return len(wanted)
+
+
+def _is_offered(segment: Segment, slot: int) -> bool:
+    """Whether a place can be read at all; one that a reclaim had flagged before its process died cannot."""
+    return segment.state != fmt.STATE_RETIRED and slot < segment.slot_count and not segment.uses[slot, fmt.USE_FLAGS]
+
+
+def _is_better(segment: Segment, slot: int, other: Segment, other_slot: int) -> bool:
+    """Whether that place of a block is better than the other, which is no worse in being offered.
+
+    The one used later: an older copy may have expired, and been stored again in a segment that was made before. Of copies of one
+    use the later, unless a power loss in the middle of a move has left its row and not its bytes.
+    """
+    mine = (int(last_use_s(segment.uses[slot : slot + 1])[0]), segment.segment_id, slot)
+    its = (int(last_use_s(other.uses[other_slot : other_slot + 1])[0]), other.segment_id, other_slot)
+    if mine > its:
+        return _payload_is_whole(segment, slot) or not _payload_is_whole(other, other_slot)
+    return not _payload_is_whole(other, other_slot) and _payload_is_whole(segment, slot)
 
 
 def _payload_is_whole(segment: Segment, slot: int) -> bool:
@@ -169,9 +189,8 @@ def _payload_is_whole(segment: Segment, slot: int) -> bool:
     return size == len(payload) and payload_is_right(row, payload)
 
 
-def _finish_retiring(segment: Segment, segments: SegmentSet, index: BlockIndex) -> None:
+def _drop_entries(segment: Segment, index: BlockIndex) -> None:
     rows = segment.read_rows(0, segment.slot_count)
     slots = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id)).tolist()
     keys = row_keys(rows[slots])
     index.commit({}, [(key, BlockAddr(segment.segment_id, slot)) for key, slot in zip(keys, slots, strict=True)])
-    segments.retire(segment)

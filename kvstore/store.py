@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from kvstore.errors import (
     StoreFullError,
     UnknownTrafficClassError,
 )
-from kvstore.expiry import TtlTable
+from kvstore.expiry import TtlTable, class_uses
 from kvstore.finding import find_blocks
 from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
@@ -147,6 +148,7 @@ class LocalStore:
         # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
         self._segments.open_all(trust_seals=self._index.found.usable)
         recover(self._segments, self._index, progress)
+        self._skip_segment_ids()
         self._mint = LeaseMint(catalog.secret)
         self._reader = BlockReader(self._segments, self.counters, self._correct_index)
         self._census = Census(lambda: self._rules, self._clock)
@@ -235,7 +237,8 @@ class LocalStore:
         try:
             self._on_writer(lambda: self._reclaimer.make_room(0, self._writer))
         except StoreFullError as error:
-            _log.warning("the data directory is over its cap: %s", error)
+            if self._reclaimer.used_bytes() > self._config.capacity:
+                _log.warning("the data directory is over its cap: %s", error)
 
     def close(self) -> None:
         """Finish queued puts, seal, sync, give the directory back. Idempotent."""
@@ -323,18 +326,20 @@ class LocalStore:
         before = self._class(traffic_class).traffic_class
         if not 1 <= ttl_s <= MAX_TTL_S:
             raise InvalidArgumentError(f"ttl is {ttl_s} s, allowed are 1 to {MAX_TTL_S} s")
-        if ttl_s > before.ttl_s:
-            self._on_writer(lambda: self._lengthen_ttl(before.name, ttl_s))
-        else:
-            self._change_catalog(lambda catalog: catalog.with_ttl(before.name, ttl_s))
+        before = self._on_writer(lambda: self._set_ttl(before.name, ttl_s))
         for segment in self._segments.all():
             self._census.of(segment)  # here, so that no put has to wait for it
         return before, self._class(before.name).traffic_class
 
-    def _lengthen_ttl(self, name: str, ttl_s: int) -> None:
-        """On the writer thread, or a block could expire and be moved in between."""
-        self._end_expired()
-        self._change_catalog(lambda catalog: catalog.with_ttl(name, ttl_s))
+    def _set_ttl(self, name: str, ttl_s: int) -> TrafficClass:
+        """On the writer thread, or a block could expire and be moved in between; returns the class before."""
+        before = self._class(name).traffic_class
+        longer = ttl_s > before.ttl_s
+        if longer:
+            self._end_expired()
+        # And what expires while the catalog is being written.
+        self._change_catalog(lambda catalog: catalog.with_ttl(name, ttl_s), self._end_expired if longer else None)
+        return before
 
     def _end_expired(self) -> None:
         """Flag whatever has expired, so that no TTL can revive it."""
@@ -351,7 +356,9 @@ class LocalStore:
             raise UnknownTrafficClassError(f"traffic class {name!r} is unknown; known are {known}")
         return record
 
-    def _change_catalog(self, change: Callable[[Catalog], Catalog]) -> None:
+    def _change_catalog(
+        self, change: Callable[[Catalog], Catalog], before_use: Callable[[], None] | None = None
+    ) -> None:
         """Save the changed catalog, then use it. Raises: StoreFullError, StorageError: nothing has changed."""
         with self._catalog_lock:
             catalog = change(self._catalog)
@@ -359,6 +366,8 @@ class LocalStore:
                 catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
+            if before_use is not None:
+                before_use()
             self._use_catalog(catalog)
 
     # Data
@@ -398,7 +407,7 @@ class LocalStore:
         if not peek:
             self._count_match(namespace, len(chain), hit)
             if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
-                self._touch(places, record.class_id, int(now_s))
+                self._touch_alive(addrs, places, record.class_id, int(now_s))
         lease = self._mint.make(namespace.namespace_id, chain.data, addrs, deadline_s) if hit else b""
         return Match(hit, lease, deadline_s - self._clock.ahead_s(), plan)
 
@@ -452,6 +461,8 @@ class LocalStore:
             last = slots.stop - 1 if isinstance(slots, slice) else int(slots.max())
             if segment.state != fmt.STATE_RETIRED and last < segment.header.row_capacity:
                 uses[where] = segment.uses[slots]
+                if segment.suspects:
+                    uses[np.arange(len(addrs))[where][segment.suspected(slots)]] = 0
         return self._rules.ttls.live(uses, now_s)
 
     def _places(self, addrs: NDArray[np.void]) -> list[_Place]:
@@ -485,6 +496,13 @@ class LocalStore:
         for segment in segments:
             segment.extend_lease(math.ceil(deadline_s))
         return all(segment.state != fmt.STATE_RETIRED for segment in segments)
+
+    def _touch_alive(self, addrs: NDArray[np.void], places: Sequence[_Place], class_id: ClassId, now_s: int) -> None:
+        """Note a use of blocks that were found alive at `now_s`; not of those that have expired since."""
+        later_s = int(self._clock.now_s())
+        if later_s != now_s:  # lives end on whole seconds
+            places = self._places(addrs[self._live_addrs(addrs, later_s)])
+        self._touch(places, class_id, later_s)
 
     def _touch(self, places: Sequence[_Place], class_id: ClassId, now_s: int) -> None:
         for segment, _, slots in places:
@@ -710,6 +728,8 @@ class LocalStore:
             data = bytearray(int(row["length_bytes"]))
             size = segment.read_payloads([memoryview(data)], int(row["offset_bytes"]))
         except OSError:
+            segment.suspect(slot)
+            self.counters.add(blocks_unreadable=1)
             return None
         if size != len(data) or block_checksum(data, prefix_hash) != int(row["checksum"]):
             segment.flag(np.array([slot]), fmt.FLAG_DELETED)
@@ -942,9 +962,20 @@ class LocalStore:
 
     def _tick(self) -> None:
         """Once a second on the writer thread."""
+        self._believe_clock()
         self._clock_file.keep(self._clock)
-        self._trim()
         self._reclaimer.tick(self._writer)
+        self._trim()
+
+    def _believe_clock(self) -> None:
+        """A clock that jumped ahead is believed now: what was used since it did was used in the time that it shows."""
+        doubted_s = self._clock.confirm()
+        if doubted_s is not None:
+            now_s = math.floor(self._clock.now_s())
+            for segment in self._segments.all():
+                columns = class_uses(segment.uses[: segment.slot_count])
+                columns[columns >= math.floor(doubted_s)] = now_s
+                segment.changes += 1
 
     def _trim(self) -> None:
         """Make room for those who have reached a limit and want to store more: their coldest blocks go."""
@@ -993,6 +1024,13 @@ class LocalStore:
         segment_id = SegmentId(self._next_segment_id)
         self._next_segment_id += 1
         return self._segments.create(segment_id, ClassId(class_id), self._clock.now_s())
+
+    def _skip_segment_ids(self) -> None:
+        """Never under an id that is there already, as when the catalog was restored from an older copy."""
+        highest = max((segment.segment_id for segment in self._segments.all()), default=0)
+        if highest >= self._next_segment_id:
+            self._catalog = replace(self._catalog, next_segment_id=max(self._catalog.next_segment_id, highest + 1))
+            self._next_segment_id = self._segment_ids_end  # the next one reserves anew
 
     def _reserve_segment_ids(self) -> None:
         with self._catalog_lock:

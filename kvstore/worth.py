@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvstore.log.segment import Segment
 
 _KEEP_SHARE_MAX = 0.5  # of a segment's bytes, so that reclaiming one always gains
-_PROTECTION = 1.0
+PROTECTION = 1.0
 
 
 def payload_bytes(segment: Segment) -> int:
@@ -36,7 +36,7 @@ def payload_bytes(segment: Segment) -> int:
 def segment_worth(summary: Summary, now_s: float, live_bytes: int, protected_bytes: int) -> float:
     """A segment's worth; less than that, when some of its blocks were used since they were counted."""
     faded = max(0.0, summary.worth - max(0.0, now_s - summary.as_of_s) * summary.fading)
-    return faded + _PROTECTION * protected_bytes / live_bytes if live_bytes else 0.0
+    return faded + PROTECTION * protected_bytes / live_bytes if live_bytes else 0.0
 
 
 def worth_keeping(
@@ -50,7 +50,7 @@ def worth_keeping(
     uses = segment.uses[: len(live)]
     _, worth, _ = ttls.prospects(uses, now_s)
     if protected_ids:
-        worth[np.isin(uses[:, fmt.USE_NAMESPACE], protected_ids)] += _PROTECTION
+        worth[np.isin(uses[:, fmt.USE_NAMESPACE], protected_ids)] += PROTECTION
     keep: NDArray[np.bool_] = live & (worth > typical)
     order = np.flatnonzero(keep)[np.argsort(-worth[keep], kind="stable")]
     sizes = np.cumsum(taken_bytes(payload_lengths(uses)[order]))

@@ -80,7 +80,7 @@ class ScalePoint:
 
     blocks: int
     fill_us_per_block: float
-    match1024_hit_us_p50: float  # all blocks there, the first 117 of them the shared prompt; the same few chains in turn
+    match1024_hit_us_p50: float  # all blocks there, the first 117 of them the shared prompt; few chains
     match_chains: int  # different chains that are matched in turn for the next three
     match1024_hit_many_us_p50: float  # all blocks there, the first 117 of them the shared prompt
     match1024_hit_unshared_us_p50: float | None  # all blocks there, none shared; None: no such chain is stored

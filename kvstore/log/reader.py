@@ -144,7 +144,14 @@ class BlockReader:
             named = self._rightly_named(request, run, rows)
             got = self._read_payloads(run, rows, named, target, size)
         except OSError:
-            reasons.update(dict.fromkeys(indices, "IO_ERROR"))
+            if run.count > 1:  # one bad sector must not cost its neighbours
+                for position in range(run.count):
+                    one = _Run(run.index + position, run.segment, run.slot + position, 1)
+                    self._read_run(request, one, target[position * size : (position + 1) * size], checksums, reasons)
+                return
+            run.segment.suspect(run.slot)
+            reasons[run.index] = "IO_ERROR"
+            self._counters.add(blocks_unreadable=1)
             return
         sums = rows["checksum"].tolist()
         for position, (index, is_named) in enumerate(zip(indices, named.tolist(), strict=True)):

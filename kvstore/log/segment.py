@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _PADDING = bytes(fmt.ALIGNMENT_BYTES)
 _SCAN_ROWS = 4096
+SUSPECTED_S = 60.0
 
 
 class Segment:
@@ -51,8 +53,13 @@ class Segment:
         self._bits_lock = threading.Lock()  # so that two threads' flags or leases do not overwrite each other
         # Whether flags may be lost in a power loss; so is what an earlier process set.
         self.flags_unsynced = True
-        self.unreadable = False  # its table could not be read: not to be reclaimed; writer thread only
+        # Its table could not be read: not to be reclaimed before then, by the steady clock; writer thread only.
+        self.unreadable_until_s = 0.0
+        self.unreadable_told = False
         self.moving = False  # its blocks are flagged, and the index is about to say where they are now
+        # Slots the disk did not give when they were read, and until when they are not offered for it, by the monotonic clock. Only
+        # in memory: a cable that is plugged in again must not have cost the cache. Replaced as a whole.
+        self.suspects: dict[int, float] = {}
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
@@ -220,6 +227,31 @@ class Segment:
         with self._bits_lock:
             self.changes += 1
             self._uses[slots, fmt.USE_FLAGS] |= np.uint32(flags)
+            self.changes += 1
+            self.flags_unsynced = True
+
+    def suspect(self, slot: int) -> None:
+        """Do not offer the slot for a while."""
+        now_s = time.monotonic()
+        kept = {other: until_s for other, until_s in self.suspects.items() if until_s > now_s}
+        self.suspects = {**kept, slot: now_s + SUSPECTED_S}
+
+    def suspected(self, slots: slice | NDArray[np.integer]) -> list[int]:
+        """Positions among the slots of those that are not offered now."""
+        numbers = np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        now_s = time.monotonic()
+        suspects = [slot for slot, until_s in self.suspects.items() if until_s > now_s]
+        return np.flatnonzero(np.isin(numbers, suspects)).tolist()
+
+    def flag_on_disk(self, slots: Sequence[int], flags: int) -> None:
+        """Set flag bits by writing instead of through the map, of which pages may be holes after power loss: filling one on a
+        full disk would be a signal. For starts, before anybody else uses the segment."""
+        for slot in slots:
+            row = self._uses[slot].copy()
+            row[fmt.USE_FLAGS] |= np.uint32(flags)
+            with contextlib.suppress(OSError):  # then the next start does it
+                self._device.write(self._descriptor, [row.tobytes()], self.layout.use_offset(slot))
+        if slots:
             self.changes += 1
             self.flags_unsynced = True
 

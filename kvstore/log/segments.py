@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
+_UNLINK_FAILURES_MAX = 3
 DAMAGED_SUFFIX = ".damaged"
 
 
@@ -36,6 +37,7 @@ class SegmentSet:
         self._segments: dict[SegmentId, Segment] = {}
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
+        self._unlinks_failed_in_row = 0  # writer thread only
         self._used_bytes = 0  # of all in _allocated
         self._damaged: list[Path] = []  # files set aside; writer thread only, once it runs
         self._damaged_bytes = 0
@@ -66,16 +68,17 @@ class SegmentSet:
     def drop_damaged(self) -> bool:
         """Remove the files that were set aside, which nobody may need as much as room; False if there was none to remove."""
         dropped = False
+        kept = []
         for path in self._damaged:
             try:
                 self._device.unlink(path)
                 dropped = True
                 _log.warning("segment file %s, set aside as damaged, was removed to make room", path.name)
             except OSError as error:
+                kept.append(path)
                 _log.warning("segment file %s cannot be removed and keeps its space: %s", path.name, error)
-        self._damaged = []
-        if dropped:
-            self._damaged_bytes = 0
+        self._damaged = []  # not tried again before the next start, but counted
+        self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in kept) if dropped else self._damaged_bytes
         return dropped
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float) -> Segment:
@@ -135,6 +138,13 @@ class SegmentSet:
         self._retiring = kept
         return freed
 
+    def sync_names(self) -> None:
+        """Return when the files that there are survive power loss; told if that cannot be had."""
+        try:
+            self._device.sync_directory(self._directory)
+        except OSError as error:
+            _log.warning("%s cannot be synced: a power loss may take new segments: %s", self._directory, error)
+
     def sync_flags(self) -> None:
         """Return when no flag can be lost any more; writer thread only. Raises: OSError.
 
@@ -154,8 +164,15 @@ class SegmentSet:
             if not segment.unlink_failed:
                 _log.warning("segment %s cannot be removed and keeps its space: %s", segment.path.name, error)
             segment.unlink_failed = True
+            self._unlinks_failed_in_row += 1
             return False
+        self._unlinks_failed_in_row = 0
         return True
+
+    @property
+    def nothing_can_be_unlinked(self) -> bool:
+        """Whether the last few files all could not be: then it is the directory, and reclaiming more would free nothing."""
+        return self._unlinks_failed_in_row >= _UNLINK_FAILURES_MAX
 
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""

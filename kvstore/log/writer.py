@@ -154,6 +154,7 @@ class LogWriter:
         # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
         self.uncommitted: set[int] = set()
         self._uncommitted_moves: set[int] = set()
+        self.disk_full = False  # a write has met a full disk; cleared by who makes room there; writer thread only
         self._full: list[
             Segment
         ] = []  # of those, the ones that are full: to be sealed once it does; writer thread only
@@ -310,6 +311,7 @@ class LogWriter:
                 batch = batch or items[start:]
                 for item in batch:
                     item.error = storage_error(error)
+                self.disk_full |= disk_is_full(error)
                 if isinstance(error, OSError):
                     self.seal(stream)  # what a failed write left behind must stay the segment's end
             start += len(batch)
@@ -394,14 +396,15 @@ class LogWriter:
     def _supersede(self, addr: BlockAddr | None) -> None:
         """An older copy that no flag had ended has expired; counted here, because its segment will not count it any more."""
         segment = self._segments.get(addr.segment_id) if addr is not None else None
-        if segment is not None and addr is not None:
+        if segment is not None and addr is not None and addr.slot < segment.header.row_capacity:
             self._counters.add(blocks_expired=int(segment.uses[addr.slot, 0] == 0))
             segment.flag(np.array([addr.slot]), fmt.FLAG_EVICTED)
 
     def flag(self, addr: BlockAddr | None, flags: int) -> None:
         """Flag a slot, if there is one."""
         segment = self._segments.get(addr.segment_id) if addr is not None else None
-        if segment is not None and addr is not None:
+        # A damaged index may name a slot that no segment has.
+        if segment is not None and addr is not None and addr.slot < segment.header.row_capacity:
             segment.flag(np.array([addr.slot]), flags)
 
     def _answer(self, pending: list[_Pending]) -> None:
@@ -493,11 +496,16 @@ def _written_bytes(new: NewEntry) -> int:
     return fmt.align(new.entry.length_bytes) + fmt.ROW_BYTES + fmt.USE_BYTES
 
 
+def disk_is_full(error: Exception) -> bool:
+    """Whether it is the disk that has no room, below the cap."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def storage_error(error: Exception) -> KvStoreError:
     """An operating system's error as one of ours."""
     if isinstance(error, KvStoreError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if disk_is_full(error):
         return StoreFullError(f"the disk is full: {error}")
     return StorageError(f"write failed: {error}")
 

@@ -9,6 +9,7 @@ import pytest
 from faults import FaultyDevice, PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import StoreFullError
+from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -45,7 +46,7 @@ def prepare(store, namespace, what):
     if what is reclaim:
         put(store, namespace, chain_of(namespace, 3, 7))
         store.delete(namespace, chain_of(namespace, 3, 7), 0, 6)
-        store._on_writer(lambda: store._writer.seal(1))
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
 
 
 @pytest.mark.parametrize("what", [roll, reclaim])

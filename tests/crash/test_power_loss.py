@@ -6,19 +6,29 @@ import pytest
 
 from faults import PowerLossDevice
 from kvstore.clock import ManualClock
+from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
+from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
 from stores import assert_whole, chain_of, get, open_store, put, spec
 
 SEEDS = range(12)  # what is lost differs: some of these lose everything that was not synced
 
 
-def open_durable(path, device):
-    store = open_store(path, ManualClock(), capacity=512 << 10, segment_size=32 << 10, device=device, durability="sync")
+def open_durable(path, device, clock=None, classes=DEFAULT_TRAFFIC_CLASSES):
+    store = open_store(
+        path,
+        clock or ManualClock(),
+        capacity=512 << 10,
+        segment_size=32 << 10,
+        device=device,
+        durability="sync",
+        traffic_classes=classes,
+    )
     store._writer._housekeeping = lambda: None
     return store
 
 
-def stop(store, device, *, power: bool):
+def stop(store, device, *, power: bool, clock=None, classes=DEFAULT_TRAFFIC_CLASSES):
     """The store stops here and is opened again."""
     device.stop()
     store._writer.close()
@@ -26,7 +36,7 @@ def stop(store, device, *, power: bool):
     store._segments.release()
     store._data_dir.close()
     device.reboot() if power else device.restart()
-    return open_durable(device.root, device)
+    return open_durable(device.root, device, clock, classes)
 
 
 @pytest.mark.parametrize("leased", [False, True])
@@ -39,7 +49,7 @@ def test_a_moved_block_that_was_deleted_does_not_come_back_with_its_old_file(tmp
         kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
         put(store, namespace, kept)
         put(store, namespace, dead)
-        store._on_writer(lambda store=store: store._writer.seal(1))
+        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
         put(store, namespace, chain_of(namespace, 3, 1))  # the segment that the block moves to
         store.delete(namespace, dead, 0, 4)
         if leased:
@@ -65,5 +75,38 @@ def test_what_is_said_to_exist_survives_even_if_the_process_that_wrote_it_never_
         store = stop(store, device, power=False)
         assert {result.status for result in put(store, namespace, chain)} == {PutStatus.EXISTS}
         store = stop(store, device, power=True)
+        assert_whole(store, namespace, chain)
+        store.close()
+
+
+def test_a_block_stored_again_in_an_older_segment_survives_although_its_expired_copy_lost_its_flag(tmp_path):
+    classes = {"long": TrafficClassConfig(ttl_s=100_000), "short": TrafficClassConfig(ttl_s=10)}
+    for seed in range(20):
+        device, clock = PowerLossDevice(tmp_path / str(seed), seed), ManualClock()
+        store = open_durable(device.root, device, clock, classes)
+        namespace = store.register_namespace(spec(4000))
+        chain = chain_of(namespace, 2, 1)
+        put(store, namespace, chain_of(namespace, 1, 1), traffic_class="long")
+        put(store, namespace, chain, traffic_class="short")
+        clock.advance(20)
+        (result,) = put(store, namespace, chain, traffic_class="long")
+        assert result.status is PutStatus.STORED
+        store = stop(store, device, power=True, clock=clock, classes=classes)
+        assert store.match(namespace, chain).hit_length_blocks == 1, f"an acknowledged block is lost; {device}"
+        assert_whole(store, namespace, chain)
+        store.close()
+
+
+def test_what_a_run_without_syncs_stored_is_durable_once_a_durable_one_says_that_it_exists(tmp_path):
+    for seed in SEEDS:
+        device, clock = PowerLossDevice(tmp_path / str(seed), seed), ManualClock()
+        store = open_store(device.root, clock, capacity=512 << 10, segment_size=32 << 10, device=device)
+        namespace = store.register_namespace(spec(4000))
+        chain = chain_of(namespace, 1, 4)
+        put(store, namespace, chain)
+        store.close()
+        store = open_durable(device.root, device, clock)
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.EXISTS}
+        store = stop(store, device, power=True, clock=clock)
         assert_whole(store, namespace, chain)
         store.close()

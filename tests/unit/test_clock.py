@@ -81,8 +81,12 @@ def test_a_jump_ahead_is_believed_once_it_has_lasted(clock, caplog, jump_s):
     assert store_clock.now_s() == start_s
     clock.advance(CONFIRM_S - 1)
     assert store_clock.now_s() == start_s + CONFIRM_S - 1
+    assert store_clock.confirm() is None
     clock.advance(1)
+    assert store_clock.now_s() == start_s + CONFIRM_S
+    assert store_clock.confirm() == start_s
     assert store_clock.now_s() == start_s + jump_s + CONFIRM_S
+    assert store_clock.confirm() is None
     assert sum("jumped" in record.message for record in caplog.records) == 1
 
 
@@ -93,6 +97,7 @@ def test_a_jump_that_is_taken_back_leaves_no_trace(clock):
         clock.jump(10 * DAY_S)
         clock.advance(CONFIRM_S - 1)
         assert store_clock.now_s() < start_s + DAY_S
+        assert store_clock.confirm() is None
         clock.jump(-10 * DAY_S)
         clock.advance(1)
         store_clock.now_s()
@@ -105,7 +110,7 @@ def test_a_clock_that_keeps_jumping_is_not_confirmed(clock):
     for _ in range(20):
         clock.jump(DAY_S)
         clock.advance(CONFIRM_S / 2)
-        store_clock.now_s()
+        assert store_clock.confirm() is None
     assert store_clock.now_s() == start_s + 10 * CONFIRM_S
 
 
@@ -127,8 +132,9 @@ def test_after_a_reboot_only_a_plausible_gap_is_believed_at_once(clock, gap_s, b
     store_clock = guarded(clock, note)
     assert store_clock.now_s() == (clock.now_s() if believed else note.store_s)
     clock.advance(CONFIRM_S)
-    store_clock.now_s()
+    store_clock.confirm()
     clock.advance(CONFIRM_S)
+    store_clock.confirm()
     later_s = clock.now_s() if gap_s >= 0 else note.store_s + 2 * CONFIRM_S
     assert store_clock.now_s() == later_s
 
@@ -162,6 +168,26 @@ def test_a_jump_ahead_and_back_expires_nothing_and_makes_nothing_immortal(filled
     assert hits(store, namespace, chain) == 0
     assert hits(store, namespace, other) == 0
     assert store.status().clock_ahead_s == 0
+    store.close()
+
+
+@pytest.mark.parametrize("days", [2, 10])
+def test_what_was_used_while_a_jump_was_doubted_lives_its_time_when_it_is_believed(filled, clock, days):
+    store, namespace, chain = filled
+    clock.jump(days * DAY_S)
+    clock.advance(10)
+    store.sweep()
+    new = chain_of(namespace, 2, 4)
+    put(store, namespace, new)
+    clock.advance(CONFIRM_S)
+    assert hits(store, namespace, new) == 4
+    store.sweep()
+    assert hits(store, namespace, new) == 4
+    assert hits(store, namespace, chain) == (4 if days < 3 else 0)
+    clock.advance(3 * DAY_S - 1)
+    assert hits(store, namespace, new) == 4
+    clock.advance(2)
+    assert hits(store, namespace, new) == 0
     store.close()
 
 

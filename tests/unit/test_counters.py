@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from faults import flip_bit
+from faults import FaultyDevice, flip_bit
 from kvstore.clock import ManualClock
 from kvstore.counters import COUNTERS
 from kvstore.log import format as fmt
@@ -106,6 +106,17 @@ def get_of_a_damaged_block(it: Watched) -> None:
             get(it.store, it.namespace, it.chain)
 
 
+def get_that_the_disk_refuses(it: Watched) -> None:
+    it.store.close()
+    device = FaultyDevice()
+    it.store = open_store(it.path, it.clock, device=device)
+    it.put(range(2))
+    with it.moves(blocks_unreadable=2, blocks_missed=10):
+        device.fail_read = True
+        get(it.store, it.namespace, it.chain)
+    device.heal()
+
+
 def expiry_of_ten(it: Watched) -> None:
     it.put()
     with it.moves(blocks_expired=10, segments_reclaimed=1, segments_dropped_whole=1, bytes_reclaimed=it.taken_bytes()):
@@ -157,6 +168,7 @@ CASES: dict[str, Callable[[Watched], None]] = {
     "bytes_read": get_of_ten_with_six_there,
     "blocks_missed": get_of_ten_with_six_there,
     "blocks_corrupt": get_of_a_damaged_block,
+    "blocks_unreadable": get_that_the_disk_refuses,
     "blocks_expired": expiry_of_ten,
     "blocks_evicted": eviction_of_ten,
     "blocks_deleted": delete_of_two,

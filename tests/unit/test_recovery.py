@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -356,7 +357,16 @@ def test_a_newer_format_is_refused_and_nothing_is_changed(filled, clock):
     assert before == {p: p.read_bytes() for p in path.rglob("*") if p.is_file() and p.name != "LOCK"}
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"crc32": 1, "format_version": 2, "catalog": "{}"}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"crc32": 1, "format_version": 2, "catalog": "{}"}',
+        "[]",
+        '{"crc32": 1, "format_version": 2, "catalog": 5}',
+    ],
+)
 def test_a_broken_catalog_is_refused_by_name(filled, clock, text):
     path, _, _ = filled
     (path / "catalog.json").write_text(text)
@@ -435,4 +445,71 @@ def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_
     store = open_store(tmp_path, clock)
     assert get(store, namespace, kept)[0] == {}
     assert store.match(namespace, kept).hit_length_blocks == 0
+    store.close()
+
+
+def test_a_kill_between_a_moves_flags_and_its_commit_loses_nothing_whichever_segment_is_older(tmp_path, clock):
+    """The copies may lie in a segment that was opened before the one they come from."""
+
+    class DiedError(BaseException):
+        pass
+
+    def start():
+        store = open_store(tmp_path, clock, capacity=512 << 10, segment_size=32 << 10)
+        store._writer._housekeeping = lambda: None
+        return store
+
+    store = start()
+    namespace = store.register_namespace(spec(4000))
+    chains = {number: chain_of(namespace, number, 7) for number in (1, 2, 5, 6)}
+    for number in (1, 2):
+        put(store, namespace, chains[number])
+    store.delete(namespace, chains[1], 1, 6)
+    store.sweep()
+    for number in (5, 6):
+        put(store, namespace, chains[number])
+    store.delete(namespace, chains[5], 0, 6)
+    store.delete(namespace, chains[6], 1, 6)
+    commit, states = store._index.commit, {}
+
+    def die_before_commit(put_, remove=()):
+        if put_:
+            states.update({segment: segment.state for segment in store._segments.all()})
+            raise DiedError
+        return commit(put_, remove)
+
+    store._index.commit = die_before_commit
+    with contextlib.suppress(DiedError):
+        for _ in range(4):
+            store._reclaimer.sweep(store._writer)
+    assert states, "it did not come to a move"
+    store._index.commit = commit
+    crash(store)
+    for segment, state in states.items():
+        segment.state = state
+    store = start()
+    alive = {(1, 0), *((2, block) for block in range(7)), (5, 6), (6, 0)}
+    for number, chain in chains.items():
+        found, _ = get(store, namespace, chain)
+        assert set(found) == {block for other, block in alive if other == number}, number
+        assert all(data == payload(chain[block], 4000) for block, data in found.items())
+    assert store.invariants().violations == ()
+    store.close()
+
+
+def test_a_catalog_restored_from_an_older_copy_does_not_give_ids_out_again(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    old = (tmp_path / "catalog.json").read_bytes()
+    store.close()
+    for conversation in range(3):
+        store = open_store(tmp_path, clock)
+        put(store, namespace, chain_of(namespace, conversation, 2))
+        store.close()
+    (tmp_path / "catalog.json").write_bytes(old)
+    store = open_store(tmp_path, clock)
+    for conversation in range(6):
+        results = put(store, namespace, chain_of(namespace, conversation, 2))
+        assert {result.status for result in results} <= {PutStatus.STORED, PutStatus.EXISTS}
+        assert_whole(store, namespace, chain_of(namespace, conversation, 2))
     store.close()

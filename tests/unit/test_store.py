@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -803,8 +804,34 @@ def test_a_failed_read_is_a_miss_and_no_exception(store, namespace, device):
     put(store, namespace, chain)
     device.fail_read = True
     assert set(get(store, namespace, chain)[1].values()) == {"IO_ERROR"}
+    assert store.match(namespace, chain).hit_length_blocks == 0, "what the disk does not give is not claimed again"
+    assert store.counters.snapshot()["blocks_unreadable"] == 4
     device.heal()
+    store._segments.all()[0].suspects = {}  # as after a minute
     assert_whole(store, namespace, chain)
+
+
+def test_one_bad_sector_costs_one_block_for_a_minute(store, namespace, device, monkeypatch):
+    chain = chain_of(namespace, 1, 6)
+    put(store, namespace, chain)
+    segment = store._segments.all()[0]
+    bad = segment.layout.payload_offset + 3 * 4096
+    read = FaultyDevice.read
+
+    def sector(self, descriptor, buffers, offset_bytes):
+        if offset_bytes <= bad < offset_bytes + sum(len(buffer) for buffer in buffers):
+            raise OSError(errno.EIO, "injected")
+        return read(self, descriptor, buffers, offset_bytes)
+
+    monkeypatch.setattr(FaultyDevice, "read", sector)
+    match = store.match(namespace, chain)
+    found, misses = get(store, namespace, chain, lease=match.lease)
+    assert (sorted(found), misses) == ([0, 1, 2, 4, 5], {3: "IO_ERROR"})
+    assert store.match(namespace, chain).hit_length_blocks == 3
+    assert {result.status for result in put(store, namespace, chain, [3])} == {PutStatus.STORED}
+    assert_whole(store, namespace, chain)  # it lies elsewhere now
+    monkeypatch.setattr(FaultyDevice, "read", read)
+    assert store.invariants().violations == ()
 
 
 @pytest.mark.parametrize("block_bytes", [4096, 5000])

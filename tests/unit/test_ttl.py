@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
-from faults import flip_bit
+from faults import FaultyDevice, flip_bit
 from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.expiry import TtlTable, class_uses, last_use_s
@@ -231,4 +234,74 @@ def test_a_chain_with_a_hole_is_never_a_full_hit(tmp_path, clock, hole):
     put(store, namespace, chain, range(2, 4))
     assert hits(store, namespace, chain) == 8
     assert_whole(store, namespace, chain)
+    store.close()
+
+
+def test_ttls_set_at_the_same_time_revive_nothing(tmp_path, clock):
+    """One made it shorter while another, which had looked before, makes it longer than that."""
+    store = open_store(tmp_path, clock, traffic_classes=classes(short=100))
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    clock.advance(60)
+    gate, waiting = threading.Event(), threading.Event()
+    store._writer.call(lambda: (waiting.set(), gate.wait(10)))  # both orders wait here
+    waiting.wait(10)
+    orders = [threading.Thread(target=store.set_ttl, args=("short", ttl_s)) for ttl_s in (50, 80)]
+    for order in orders:
+        order.start()
+        time.sleep(0.05)
+    gate.set()
+    for order in orders:
+        order.join()
+    assert hits(store, namespace, chain) == 0
+    store.close()
+
+
+def test_what_expires_while_a_longer_ttl_is_being_written_is_not_revived_by_it(tmp_path, clock):
+    class SlowDisk(FaultyDevice):
+        before_replace = None
+
+        def replace(self, path, data):
+            if self.before_replace is not None:
+                self.before_replace()
+            super().replace(path, data)
+
+    device = SlowDisk()
+    store = open_store(tmp_path, clock, traffic_classes=classes(short=100), device=device)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    clock.advance(99)
+
+    def write_slowly():
+        clock.advance(2)
+        assert hits(store, namespace, chain) == 0
+
+    device.before_replace = write_slowly
+    store.set_ttl("short", 1000)
+    device.before_replace = None
+    assert hits(store, namespace, chain) == 0
+    store.close()
+
+
+def test_a_slow_match_does_not_revive_what_has_expired_meanwhile(tmp_path, clock):
+    store = open_store(tmp_path, clock, traffic_classes=classes(short=100))
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    clock.advance(99)
+    lease = store._lease
+
+    def lease_slowly(places, deadline_s):
+        store._lease = lease
+        clock.advance(2)
+        assert hits(store, namespace, chain) == 0
+        assert store.status().live.blocks == 0
+        return lease(places, deadline_s)
+
+    store._lease = lease_slowly
+    store.match(namespace, chain, "short")
+    assert hits(store, namespace, chain) == 0
+    assert store.invariants().violations == ()
     store.close()

@@ -1,0 +1,188 @@
+"""A directory that gives no space back, a disk smaller than the cap, leases on everything: what cap and shares still mean."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from faults import FaultyDevice
+from kvstore.clock import ManualClock
+from kvstore.config import TenantConfig, TrafficClassConfig
+from kvstore.errors import StoreFullError
+from kvstore.index import BlockIndex
+from kvstore.log import format as fmt
+from kvstore.types import EvictSelection, PutStatus
+from stores import chain_of, get, open_store, put, spec, tree_bytes
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+class SmallDisk(FaultyDevice):
+    """A disk of so many bytes for segment files, whatever the cap says."""
+
+    def __init__(self, root, size_bytes):
+        super().__init__()
+        self.root, self.size_bytes = root, size_bytes
+
+    def write(self, descriptor, buffers, offset_bytes):
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        if size > 2 * fmt.ALIGNMENT_BYTES and tree_bytes(self.root / "segments") + size > self.size_bytes:
+            raise OSError(errno.ENOSPC, "injected: no space left on device")
+        super().write(descriptor, buffers, offset_bytes)
+
+
+def quiet(store):
+    """Ticks come when the test says so."""
+    store._writer._housekeeping = lambda: None
+    return store
+
+
+def test_a_disk_that_is_full_below_the_cap_gets_its_dead_space_back(tmp_path, clock):
+    """Nothing can be moved any more, because a move needs room first."""
+    device = SmallDisk(tmp_path, 4 << 20)
+    store = quiet(open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device))
+    namespace = store.register_namespace(spec(16_384))
+    conversation = 0
+    while {result.status for result in put(store, namespace, chain_of(namespace, conversation, 8))} == {
+        PutStatus.STORED
+    }:
+        conversation += 1
+    for number in range(conversation):
+        store.delete(namespace, chain_of(namespace, number, 8), 1, 7)
+    for _ in range(60):
+        clock.advance(1)
+        store._on_writer(store._tick)
+        put(store, namespace, chain_of(namespace, 3000, 1))
+    stored = [put(store, namespace, chain_of(namespace, 1000 + number, 8)) for number in range(10)]
+    assert {result.status for results in stored for result in results} == {PutStatus.STORED}
+    left = sum(bool(get(store, namespace, chain_of(namespace, number, 1))[0]) for number in range(conversation))
+    assert left >= conversation // 2, "most of what lives was moved, once there was room"
+    assert store.invariants().violations == ()
+    store.close()
+
+
+def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache(tmp_path, clock):
+    device = FaultyDevice()
+    capacity = 8 << 20
+    store = quiet(open_store(tmp_path, clock, capacity=capacity, segment_size=256 << 10, device=device))
+    namespace = store.register_namespace(spec(4096))
+    chains = []
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
+        chains.append(chain_of(namespace, len(chains), 8))
+        put(store, namespace, chains[-1])
+    for chain in chains:
+        store.delete(namespace, chain, 0, 3)
+    clock.advance(100)
+    before = store.status().live.blocks
+    device.fail_unlink = lambda path: path.suffix == ".seg"
+    for number in range(20):
+        put(store, namespace, chain_of(namespace, 3000 + number, 8))
+        store._on_writer(store._tick)
+        assert tree_bytes(tmp_path) <= capacity
+    assert store.status().live.blocks >= 0.8 * before
+    device.heal()
+    store._on_writer(store._tick)
+    for number in range(20):
+        results = put(store, namespace, chain_of(namespace, 4000 + number, 8))
+        assert {result.status for result in results} == {PutStatus.STORED}
+    store.close()
+
+
+@pytest.mark.parametrize("segments", [64, 160])
+def test_moves_keep_the_cap_while_leases_hold_every_file(tmp_path, clock, segments):
+    capacity = segments << 18
+    store = quiet(open_store(tmp_path, clock, capacity=capacity, segment_size=1 << 18))
+    namespace = store.register_namespace(spec(16_384))
+    for conversation in range(int(segments * 1.3 * 16 / 10)):
+        chain = chain_of(namespace, conversation, 10)
+        put(store, namespace, chain)
+        store.match(namespace, chain, lease_s=60)
+        store.delete(namespace, chain, 0, 3)
+        if conversation % 2:
+            store._on_writer(store._tick)
+        assert tree_bytes(tmp_path) <= capacity
+    store.close()
+
+
+def test_retired_files_of_a_dead_process_go_even_if_the_index_cannot_be_written_at_start(tmp_path, clock, monkeypatch):
+    store = quiet(open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10))
+    namespace = store.register_namespace(spec(16_384))
+    for conversation in range(40):
+        chain = chain_of(namespace, conversation, 8)
+        put(store, namespace, chain)
+        store.match(namespace, chain, lease_s=30)
+    store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    assert store.status().retiring_bytes > 4 << 20
+    store._writer.close()
+    store._index._env.close()
+    store._segments.release()
+    store._data_dir.close()
+    clock.advance(120)
+
+    def full(*_args, **_kwargs):
+        raise StoreFullError("index: no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockIndex, "commit", full)
+        store = quiet(open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10))
+    store.sweep()
+    assert store.status().used_bytes < 2 << 20
+    store.close()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_leases_of_others_do_not_cost_a_tenant_its_share(tmp_path, clock, leased):
+    store = quiet(
+        open_store(
+            tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, tenants={"small": TenantConfig(share=0.4)}
+        )
+    )
+    small, crowd = (store.register_namespace(spec(4096, tenant=tenant)) for tenant in ("small", "crowd"))
+    chains = [chain_of(small, conversation, 8) for conversation in range(60)]
+    for chain in chains:
+        put(store, small, chain)
+    clock.advance(5)
+    for conversation in range(400):
+        chain = chain_of(crowd, conversation, 8)
+        put(store, crowd, chain)
+        if leased:
+            store.match(crowd, chain, lease_s=60)
+    assert sum(store.match(small, chain, peek=True).hit_length_blocks for chain in chains) == 480
+    store.close()
+
+
+def test_one_unreadable_segment_stops_neither_expiry_nor_limits_and_is_tried_again(tmp_path, clock):
+    class OneBadFile(FaultyDevice):
+        bad = None
+
+        def read(self, descriptor, buffers, offset_bytes):
+            if descriptor == self.bad:
+                raise OSError(errno.EIO, "injected")
+            return super().read(descriptor, buffers, offset_bytes)
+
+    device = OneBadFile()
+    classes = {"a": TrafficClassConfig(ttl_s=100_000, limit=0.2), "b": TrafficClassConfig(ttl_s=50)}
+    store = quiet(open_store(tmp_path, clock, capacity=4 << 20, device=device, traffic_classes=classes))
+    namespace = store.register_namespace(spec(4096))
+    results = [put(store, namespace, chain_of(namespace, number, 8), traffic_class="a") for number in range(30)]
+    assert results[-1][0].reason == "QUOTA_EXCEEDED"
+    for number in range(30, 50):
+        put(store, namespace, chain_of(namespace, number, 8), traffic_class="b")
+    first = next(segment for segment in store._segments.all() if segment.header.class_id == 1)
+    device.bad = first._descriptor
+    clock.advance(120)
+    store._on_writer(store._tick)
+    assert store._quotas.refused == set()
+    assert {segment.header.class_id for segment in store._segments.all()} == {1}
+    (stored,) = put(store, namespace, chain_of(namespace, 1000, 1), traffic_class="a")
+    assert stored.status is PutStatus.STORED
+    store.evict(EvictSelection(down_to_share=0.05), dry_run=False)
+    device.bad = None
+    clock.advance(100_000)
+    store.sweep()
+    assert store.status().segment_count == 0
+    store.close()
