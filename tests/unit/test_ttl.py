@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import numpy as np
 import pytest
 
@@ -234,27 +231,6 @@ def test_a_chain_with_a_hole_is_never_a_full_hit(tmp_path, clock, hole):
     put(store, namespace, chain, range(2, 4))
     assert hits(store, namespace, chain) == 8
     assert_whole(store, namespace, chain)
-    store.close()
-
-
-def test_ttls_set_at_the_same_time_revive_nothing(tmp_path, clock):
-    """One made it shorter while another, which had looked before, makes it longer than that."""
-    store = open_store(tmp_path, clock, traffic_classes=classes(short=100))
-    namespace = store.register_namespace(spec())
-    chain = chain_of(namespace, 1, 3)
-    put(store, namespace, chain)
-    clock.advance(60)
-    gate, waiting = threading.Event(), threading.Event()
-    store._writer.call(lambda: (waiting.set(), gate.wait(10)))  # both orders wait here
-    waiting.wait(10)
-    orders = [threading.Thread(target=store.set_ttl, args=("short", ttl_s)) for ttl_s in (50, 80)]
-    for order in orders:
-        order.start()
-        time.sleep(0.05)
-    gate.set()
-    for order in orders:
-        order.join()
-    assert hits(store, namespace, chain) == 0
     store.close()
 
 
