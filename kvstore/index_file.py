@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import lmdb
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_READERS = 1022
+_LOCK_FILE_BYTES = 16_384  # its header and the places of some 250 readers
 
 
 def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = False) -> lmdb.Environment:
@@ -21,6 +23,7 @@ def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = F
     """
     if not readonly:
         directory.mkdir(exist_ok=True)
+        _allocate_lock_file(directory / "lock.mdb")
     env = lmdb.open(
         str(directory),
         map_size=map_size_bytes,
@@ -42,3 +45,14 @@ def open_environment(directory: Path, map_size_bytes: int, *, readonly: bool = F
         env.close()
         raise StorageError(f"{size} bytes, its pages reach to {needed}")
     return env
+
+
+def _allocate_lock_file(path: Path) -> None:
+    """LMDB maps the file and writes to it: filling a hole of it on a full disk would be a signal. Raises: StorageError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        os.posix_fallocate(descriptor, 0, _LOCK_FILE_BYTES)
+    except OSError as error:
+        raise StorageError(f"{path.name} needs {_LOCK_FILE_BYTES} bytes on the disk: {error}") from error
+    finally:
+        os.close(descriptor)
