@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from kvstore.errors import StorageError
 from kvstore.index import BlockIndex, anchor_of, block_keys
+from kvstore.index_file import open_environment
 from kvstore.log.device import FileDevice
 from kvstore.types import BlockAddr, SegmentId
 from stores import open_store
@@ -141,3 +143,19 @@ def test_an_entry_of_a_wrong_size_is_damage_and_no_address(index, tmp_path, valu
         with pytest.raises(StorageError, match="entr"):
             look()
     assert (tmp_path / "index" / "damaged").exists()
+
+
+def test_no_room_for_the_lock_file_is_an_error_and_no_signal(tmp_path, monkeypatch):
+    """LMDB maps it and writes to it: a hole in it on a full disk would end the process."""
+
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "injected")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StorageError, match=r"lock\.mdb needs 16384 bytes"):
+        open_environment(tmp_path / "index", 1 << 20)
+
+
+def test_the_lock_file_has_its_first_pages_on_the_disk(tmp_path):
+    open_environment(tmp_path / "index", 1 << 20).close()
+    assert (tmp_path / "index" / "lock.mdb").stat().st_blocks * 512 >= 16_384
