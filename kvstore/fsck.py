@@ -197,7 +197,8 @@ class _Check:
         except (ForeignSegmentError, FormatVersionError) as error:
             self._broken_segment(SEGMENT_FOREIGN, name, str(error), _REFUSES)
         except OSError as error:
-            self._broken_segment(SEGMENT_UNREADABLE, name, str(error), f"{_REFUSES} until it can be read")
+            next_start = "leaves it out, and its blocks are misses, until it can be read"
+            self._broken_segment(SEGMENT_UNREADABLE, name, str(error), next_start)
         else:
             if segment.segment_id >= self._catalog.next_segment_id:
                 detail = f"its id was never given out: {CATALOG_FILE} says that the next one is {self._catalog.next_segment_id}"

@@ -50,6 +50,8 @@ def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, in
     except StorageError as error:
         # It opened and looked whole, but it is not.
         _start_over(segments, index, str(error), progress)
+    if segments.left_out:
+        index.distrust(f"{len(segments.left_out)} segment files cannot be read")
     for segment in segments.all():
         segment.seal()
 
@@ -84,7 +86,10 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
     batch: list[_Rows] = []
     for done, segment in enumerate(suspects):
         progress(done, len(suspects))
-        batch.append(_usable_rows(segment))
+        try:
+            batch.append(_usable_rows(segment))
+        except OSError as error:
+            index.distrust(f"the rows of segment {segment.segment_id} cannot be read: {error}")
         if sum(len(part.slots) for part in batch) >= _BATCH_ROWS:
             indexed += _index_rows(batch, segments, index)
             batch = []
@@ -190,7 +195,10 @@ def _payload_is_whole(segment: Segment, slot: int) -> bool:
 
 
 def _drop_entries(segment: Segment, index: BlockIndex) -> None:
-    rows = segment.read_rows(0, segment.slot_count)
+    try:
+        rows = segment.read_rows(0, segment.slot_count)
+    except OSError:
+        return  # they lead to a file that is gone, and go when somebody meets them
     slots = np.flatnonzero(fmt.valid_rows(rows, segment.segment_id)).tolist()
     keys = row_keys(rows[slots])
     index.commit({}, [(key, BlockAddr(segment.segment_id, slot)) for key, slot in zip(keys, slots, strict=True)])

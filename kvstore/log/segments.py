@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from kvstore.log.segment import Segment, row_capacity, segment_name
 from kvstore.types import SegmentId
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from kvstore.log.device import Device
@@ -40,14 +42,15 @@ class SegmentSet:
         self._unlinks_failed_in_row = 0  # writer thread only
         self._used_bytes = 0  # of all in _allocated
         self._damaged: list[Path] = []  # files set aside; writer thread only, once it runs
-        self._damaged_bytes = 0
+        self.left_out: list[Path] = []  # files the disk did not give at start; constant after it
+        self._damaged_bytes = 0  # of both
 
     def open_all(self, *, trust_seals: bool) -> None:
-        """Open every file there is. A damaged one is set aside under another name, loudly.
+        """Open every file there is. A damaged one is set aside under another name, one the disk does not give left out, loudly.
 
         Args: trust_seals: see `Segment.open`.
-        Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: one cannot be opened now,
-            which says nothing about what is in it.
+        Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: the system refuses one, for
+            lack of descriptors say, which says nothing about what is in it.
         """
         paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
         for path in paths:
@@ -62,8 +65,15 @@ class SegmentSet:
                 aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
                 self._device.rename(path, aside)
                 _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                self.left_out.append(path)
+                _log.error(
+                    "segment %s cannot be read; its blocks are missed until the next start: %s", path.name, error
+                )
         self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
-        self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in self._damaged)
+        self._damaged_bytes = _allocated_bytes([*self._damaged, *self.left_out])
 
     def drop_damaged(self) -> bool:
         """Remove the files that were set aside, which nobody may need as much as room; False if there was none to remove."""
@@ -78,7 +88,8 @@ class SegmentSet:
                 kept.append(path)
                 _log.warning("segment file %s cannot be removed and keeps its space: %s", path.name, error)
         self._damaged = []  # not tried again before the next start, but counted
-        self._damaged_bytes = sum(path.stat().st_blocks * 512 for path in kept) if dropped else self._damaged_bytes
+        if dropped:
+            self._damaged_bytes = _allocated_bytes([*kept, *self.left_out])
         return dropped
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float) -> Segment:
@@ -197,6 +208,10 @@ class SegmentSet:
             self._allocated.clear()
             self._used_bytes = 0
         self._retiring.clear()
+
+
+def _allocated_bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_blocks * 512 for path in paths)
 
 
 def is_blank(path: Path) -> bool:

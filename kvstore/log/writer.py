@@ -383,6 +383,9 @@ class LogWriter:
     def _make_findable(self, written: list[_Pending]) -> None:
         if not written:
             return
+        for item in written:
+            # First, as in a move: a process that dies in between must not leave two places of a block.
+            self._supersede(item.replaced)
         try:
             self._index.commit({item.new.key: item.addr for item in written if item.addr is not None})
         except KvStoreError as error:
@@ -390,8 +393,6 @@ class LogWriter:
                 self.flag(item.addr, fmt.FLAG_DELETED)
                 item.addr, item.error = None, error
             return
-        for item in written:
-            self._supersede(item.replaced)
 
     def _supersede(self, addr: BlockAddr | None) -> None:
         """An older copy that no flag had ended has expired; counted here, because its segment will not count it any more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -512,4 +513,53 @@ def test_a_catalog_restored_from_an_older_copy_does_not_give_ids_out_again(tmp_p
         results = put(store, namespace, chain_of(namespace, conversation, 2))
         assert {result.status for result in results} <= {PutStatus.STORED, PutStatus.EXISTS}
         assert_whole(store, namespace, chain_of(namespace, conversation, 2))
+    store.close()
+
+
+@pytest.mark.parametrize("lose_index", [False, True])
+def test_one_file_the_disk_does_not_give_is_left_out_and_found_again(filled, clock, lose_index, caplog):
+    """It keeps no server from starting, nobody removes it, and what is in it comes back with the disk."""
+    path, namespace, chains = filled
+    bad = min((path / "segments").iterdir())
+
+    class OneBadFile(FaultyDevice):
+        def read(self, descriptor, buffers, offset_bytes):
+            if os.path.samestat(os.fstat(descriptor), bad.stat()):
+                raise OSError(errno.EIO, "injected")
+            return super().read(descriptor, buffers, offset_bytes)
+
+    if lose_index:
+        shutil.rmtree(path / "index")
+    store = open_store(path, clock, device=OneBadFile())
+    assert "cannot be read; its blocks are missed until the next start" in caplog.text
+    for chain in chains:
+        found, _ = get(store, namespace, chain)
+        assert all(data == payload(chain[block]) for block, data in found.items())
+        store.match(namespace, chain)
+    assert store.status().used_bytes == du_bytes(path)
+    assert store.invariants().violations == ()
+    store.sweep()
+    store.close()
+    assert bad.exists()
+    reopen_and_check(path, clock, namespace, chains)
+
+
+def test_the_expired_copy_of_a_block_stored_again_is_flagged_before_the_index_learns_the_new_place(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    clock.advance(4 * 86_400)
+    old = store._segments.all()[0]
+    commit, flags = store._index.commit, []
+
+    def look(put_, remove=()):
+        flags.append(old.uses[:3, 0].tolist())
+        return commit(put_, remove)
+
+    store._index.commit = look
+    put(store, namespace, chain)
+    assert flags[0] == [fmt.FLAG_EVICTED] * 3
+    assert_whole(store, namespace, chain)
     store.close()
