@@ -279,7 +279,7 @@ def _last_holder(page_token: str) -> tuple[int, str]:
 
 def _quota_page(store: LocalStore, last: tuple[int, str]) -> pb.ListQuotasResponse:
     """Quotas of those whose names sort after `last`, as many as fit in a page; who comes or goes meanwhile is no trouble."""
-    page = pb.ListQuotasResponse(capacity_bytes=store.status().capacity_bytes)
+    page = pb.ListQuotasResponse(capacity_bytes=store.capacity_bytes)
     page_bytes = 0
     holders = {(int(bool(quota.tenant)), quota.tenant or quota.traffic_class): quota for quota in store.quotas()}
     for holder in sorted(holders):

@@ -241,7 +241,7 @@ class LocalStore:
                 _log.warning("the data directory is over its cap: %s", error)
 
     def close(self) -> None:
-        """Finish queued puts, seal, sync, give the directory back. Idempotent."""
+        """Finish queued puts, seal, sync the index, give the directory back. Idempotent."""
         self._writer.close()
         self._index.close()
         self._segments.release()
@@ -304,10 +304,17 @@ class LocalStore:
     def drop_namespace(self, namespace: Namespace, *, dry_run: bool) -> Usage:
         """Forget a namespace: its blocks are misses at once, their space comes back by and by. Returns what it held."""
         usage = dict((n.namespace_id, usage) for n, usage in self.namespaces()).get(namespace.namespace_id, Usage())
-        if not dry_run:
-            self._change_catalog(lambda catalog: catalog.without_namespace(namespace))
-            self.counters.add(blocks_deleted=usage.blocks)
-            self._give_back()
+        if dry_run:
+            return usage
+        dropped: list[Namespace] = []  # by us, and not by another call at the same time
+
+        def drop(catalog: Catalog) -> Catalog:
+            dropped.extend(n for n in catalog.namespaces.values() if n.namespace_id == namespace.namespace_id)
+            return catalog.without_namespace(namespace)
+
+        self._change_catalog(drop)
+        self.counters.add(blocks_deleted=usage.blocks if dropped else 0)
+        self._give_back()
         return usage
 
     def traffic_classes(self) -> list[TrafficClass]:
@@ -336,13 +343,16 @@ class LocalStore:
         before = self._class(name).traffic_class
         longer = ttl_s > before.ttl_s
         if longer:
-            self._end_expired()
+            try:
+                self._end_expired()
+            except OSError as error:
+                raise storage_error(error) from error
         # And what expires while the catalog is being written.
         self._change_catalog(lambda catalog: catalog.with_ttl(name, ttl_s), self._end_expired if longer else None)
         return before
 
     def _end_expired(self) -> None:
-        """Flag whatever has expired, so that no TTL can revive it."""
+        """Flag whatever has expired, so that no TTL can revive it. Raises: OSError: it is flagged, but not durably."""
         now_s = self._clock.now_s()
         for segment in self._segments.all():
             live = sum(share.blocks for share in self._census.of(segment).shares.values())
@@ -359,15 +369,21 @@ class LocalStore:
     def _change_catalog(
         self, change: Callable[[Catalog], Catalog], before_use: Callable[[], None] | None = None
     ) -> None:
-        """Save the changed catalog, then use it. Raises: StoreFullError, StorageError: nothing has changed."""
+        """Save the changed catalog, then use it. Raises: StoreFullError, StorageError: nothing has changed.
+
+        Args: before_use: called in between; the change is made whatever becomes of it.
+        """
         with self._catalog_lock:
             catalog = change(self._catalog)
             try:
                 catalog.save(self._data_dir.path, self._device)
             except OSError as error:
                 raise storage_error(error) from error
-            if before_use is not None:
-                before_use()
+            try:
+                if before_use is not None:
+                    before_use()
+            except OSError as error:
+                _log.warning("a power loss may undo what went with the catalog's change: %s", error)
             self._use_catalog(catalog)
 
     # Data
@@ -874,6 +890,11 @@ class LocalStore:
     def last_invariants(self) -> InvariantReport | None:
         """What the last check since the start has found."""
         return self._invariants
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The cap for the data directory."""
+        return self._config.capacity
 
     def quotas(self) -> list[QuotaUsage]:
         """Every traffic class, then every tenant that has a namespace or a quota, with what it may hold and holds."""
