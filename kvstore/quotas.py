@@ -16,7 +16,7 @@ from kvstore.errors import KvStoreError, QuotaExceededError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from kvstore.census import Census, Rules, Summary
+    from kvstore.census import Census, Rules
     from kvstore.log.segment import Segment
 
 
@@ -146,19 +146,6 @@ class QuotaBook:
     def held_bytes(self, holder: Holder) -> int:
         """What it holds, as far as is known."""
         return self._held.get(holder, 0)
-
-    def protected_bytes(self, segment: Segment, summary: Summary) -> int:
-        """Live bytes of the segment whose class or tenant is within its share."""
-        if not self._shared:
-            return 0
-        tenants = self._rules().tenants
-        if self._within_share(Holder(segment.header.class_id, None)):
-            return sum(share.taken_bytes for ns, share in summary.shares.items() if ns in tenants)
-        return sum(
-            share.taken_bytes
-            for ns, share in summary.shares.items()
-            if ns in tenants and self._within_share(Holder(None, tenants[ns]))
-        )
 
     def protected_namespaces(self, segment: Segment, namespace_ids: Iterable[int]) -> list[int]:
         """Those of the namespaces whose blocks in this segment are within a share."""

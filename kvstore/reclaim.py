@@ -47,7 +47,6 @@ _SWEEP_BELOW_LIVE_SHARE = 0.5
 _EXPIRES_SOON_SHARE = 0.25
 _INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
 _RECLAIMS_PER_TICK = 4
-_MOVE_SLACK_BYTES = 64 << 10  # tables of the segment that takes moved blocks
 _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be read
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
 _TICKS_PER_COMPACTION = 10
@@ -90,8 +89,9 @@ class Reclaimer:
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
         # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
-        headroom_bytes = segments.segment_size_bytes * 3 // 4 + min(_INDEX_SLACK_BYTES, config.capacity // 16)
-        self._put_limit_bytes = config.capacity - headroom_bytes
+        slack_bytes = min(_INDEX_SLACK_BYTES, config.capacity // 16)
+        self._put_limit_bytes = config.capacity - segments.segment_size_bytes * 3 // 4 - slack_bytes
+        self._move_slack_bytes = slack_bytes // 4  # tables of the segment that takes moved blocks
         # Puts need not wait for leases to pass while there is room between the high mark and the limit.
         self._high_bytes = min(int(config.high_watermark * config.capacity), self._put_limit_bytes)
         self._low_bytes = self._high_bytes - int((config.high_watermark - config.low_watermark) * config.capacity)
@@ -215,9 +215,10 @@ class Reclaimer:
         ]
 
     def _candidate(self, segment: Segment) -> _Candidate:
-        live_bytes = sum(share.taken_bytes for share in self._census.live_shares(segment).values())
-        summary = self._census.of(segment)
-        protected_bytes = self._quotas.protected_bytes(segment, summary)
+        summary, tenants = self._census.of(segment), self._rules().tenants
+        shares = {namespace_id: share for namespace_id, share in summary.shares.items() if namespace_id in tenants}
+        live_bytes = sum(share.taken_bytes for share in shares.values())
+        protected_bytes = sum(shares[ns].taken_bytes for ns in self._quotas.protected_namespaces(segment, shares))
         return _Candidate(segment, live_bytes, segment_worth(summary, self._clock.now_s(), live_bytes, protected_bytes))
 
     def _least_worth(self, candidates: list[_Candidate]) -> _Candidate:
@@ -263,15 +264,14 @@ class Reclaimer:
         except OSError as error:
             if keep is not None:
                 return self._leave_alone(segment, error)
-            rows = np.zeros(
-                segment.slot_count, dtype=fmt.ROW_DTYPE
-            )  # nothing lives there; entries left over are only misses
+            # Nothing lives there, so it can go all the same; entries left over are only misses.
+            rows = np.zeros(segment.slot_count, dtype=fmt.ROW_DTYPE)
         whole = fmt.valid_rows(rows, segment.segment_id)
         kept = np.flatnonzero(keep & whole[: len(keep)]) if keep is not None else np.zeros(0, dtype=np.intp)
         keys = row_keys(rows)
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
-        if self.used_bytes() + size_bytes + _MOVE_SLACK_BYTES <= self._capacity_bytes:
+        if self.used_bytes() + size_bytes + self._move_slack_bytes <= self._capacity_bytes:
             moved = self._move(segment, rows, keys, kept, writer)
         if moved is None:
             if not may_lose:
@@ -373,7 +373,7 @@ class Reclaimer:
             payload = _payload(segment, rows[slot])
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
-                entries.append(NewEntry(keys[slot], _entry(rows[slot]), payload))
+                entries.append(NewEntry(keys[slot], fmt.Entry.of_row(rows[slot]), payload))
                 slots.append(slot)
         addrs = writer.rewrite(segment.header.class_id, entries, segment.uses[slots].copy())
         return dict(zip(slots, addrs, strict=True))
@@ -402,18 +402,3 @@ def _payload(segment: Segment, row: np.void) -> bytearray | None:
     except OSError:
         return None
     return payload if size == len(payload) else None
-
-
-def _entry(row: np.void) -> fmt.Entry:
-    return fmt.Entry(
-        namespace_id=int(row["namespace_id"]),
-        kind=int(row["kind"]),
-        class_id=int(row["class_id"]),
-        position=int(row["position"]),
-        anchor=row["anchor"].tobytes(),
-        prefix_hash=row["prefix_hash"].tobytes(),
-        length_bytes=int(row["length_bytes"]),
-        create_time_s=int(row["create_time_s"]),
-        checksum=int(row["checksum"]),
-        seed_byte=int(row["seed_byte"]),
-    )

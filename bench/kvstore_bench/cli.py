@@ -114,19 +114,12 @@ def throughput(
     )
     parent = data_dir or Path(tempfile.gettempdir())
     _check_room(parent, config.disk_bytes, "give fewer --blocks, --rounds or --memory-blocks, or another --data-dir")
-    if json_file is not None:
-        _check_writable(json_file)
-    signal.signal(signal.SIGTERM, _interrupt)
-    with (
-        tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch,
-        _progress(step_count(config)) as advance,
-    ):
-        measured = run(config, Path(scratch), advance)
-        machine = describe_machine(Path(scratch))
+    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
+        measured = run(config, scratch, advance)
+        machine = describe_machine(scratch)
     report = make_report(config, measured, machine, describe_commit())
     print_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    _write_json(json_file, report.to_json())
 
 
 @app.command("scale")
@@ -164,19 +157,27 @@ def scale(
     _check_range("--seed", seed, 0, None)
     parent = data_dir or Path(tempfile.gettempdir())
     _check_room(parent, config.disk_bytes, "give smaller --points or another --data-dir")
+    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
+        measured = run(config, scratch, advance)
+        machine = describe_machine(scratch)
+    report = make_scale_report(config, measured, machine, describe_commit())
+    print_scale_report(report)
+    _write_json(json_file, report.to_json())
+
+
+@contextmanager
+def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """A scratch directory and what advances the progress bar; a file that cannot be written is told before the work."""
     if json_file is not None:
         _check_writable(json_file)
     signal.signal(signal.SIGTERM, _interrupt)
-    with (
-        tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch,
-        _progress(step_count(config)) as advance,
-    ):
-        measured = run(config, Path(scratch), advance)
-        machine = describe_machine(Path(scratch))
-    report = make_scale_report(config, measured, machine, describe_commit())
-    print_scale_report(report)
+    with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch, _progress(steps) as advance:
+        yield Path(scratch), advance
+
+
+def _write_json(json_file: Path | None, result: object) -> None:
     if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        json_file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def _parse_points(text: str) -> list[int]:

@@ -173,6 +173,22 @@ class Entry:
     checksum: int
     seed_byte: int = 0  # a state object's: the 8th byte of its prefix hash, the last of its checksum's seed
 
+    @classmethod
+    def of_row(cls, row: np.void) -> Entry:
+        """What a row says."""
+        return cls(
+            namespace_id=int(row["namespace_id"]),
+            kind=int(row["kind"]),
+            class_id=int(row["class_id"]),
+            position=int(row["position"]),
+            anchor=row["anchor"].tobytes(),
+            prefix_hash=row["prefix_hash"].tobytes(),
+            length_bytes=int(row["length_bytes"]),
+            create_time_s=int(row["create_time_s"]),
+            checksum=int(row["checksum"]),
+            seed_byte=int(row["seed_byte"]),
+        )
+
 
 def wrong_version(name: str, version: object) -> str:
     """What to say of a file that another version of the format wrote."""

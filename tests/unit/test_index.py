@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -145,15 +145,15 @@ def test_an_entry_of_a_wrong_size_is_damage_and_no_address(index, tmp_path, valu
     assert (tmp_path / "index" / "damaged").exists()
 
 
-def test_no_room_for_the_lock_file_is_an_error_and_no_signal(tmp_path, monkeypatch):
+def test_no_room_for_the_lock_file_is_an_error_and_no_signal(tmp_path):
     """LMDB maps it and writes to it: a hole in it on a full disk would end the process."""
-
-    def full(*_args):
-        raise OSError(errno.ENOSPC, "injected")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StorageError, match=r"lock\.mdb needs 16384 bytes"):
-        open_environment(tmp_path / "index", 1 << 20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # files that cannot grow, as on a full disk
+    try:
+        with pytest.raises(StorageError, match=r"lock\.mdb needs 16384 bytes"):
+            open_environment(tmp_path / "index", 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_the_lock_file_has_its_first_pages_on_the_disk(tmp_path):

@@ -73,18 +73,7 @@ def rewrite_row(segment: Segment, slot: int, change: Callable[[np.void], None]) 
     """Change a row on disk, with a crc that fits."""
     row = segment.read_rows(slot, 1).copy()[0]
     change(row)
-    entry = fmt.Entry(
-        namespace_id=int(row["namespace_id"]),
-        kind=int(row["kind"]),
-        class_id=int(row["class_id"]),
-        position=int(row["position"]),
-        anchor=row["anchor"].tobytes(),
-        prefix_hash=row["prefix_hash"].tobytes(),
-        length_bytes=int(row["length_bytes"]),
-        create_time_s=int(row["create_time_s"]),
-        checksum=int(row["checksum"]),
-    )
-    data = fmt.encode_row(segment.segment_id, slot, int(row["offset_bytes"]), entry)
+    data = fmt.encode_row(segment.segment_id, slot, int(row["offset_bytes"]), fmt.Entry.of_row(row))
     with segment.path.open("r+b") as file:
         file.seek(segment.layout.row_offset(slot))
         file.write(data)
