@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from children import whole_lines
 from kvstore.clock import SystemClock
 from kvstore.types import PutStatus
 from stores import chain_of, get, open_store, payload, put, spec
@@ -44,7 +45,7 @@ def test_what_was_acknowledged_survives_kill(tmp_path, seed):
         kill_after = rng.randrange(1, 60)
         with child:
             assert child.stdout is not None
-            for count, line in enumerate(child.stdout):
+            for count, line in enumerate(whole_lines(child.stdout)):
                 conversation, block, status = line.split()
                 if status in ("STORED", "EXISTS"):
                     acknowledged[int(conversation)] = int(block) + 1

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from children import whole_lines
 from faults import flip_bit
 from kvstore.clock import SystemClock
 from stores import chain_of, get, open_store, payload, spec, tree_bytes
@@ -88,7 +89,7 @@ class Life:
         with process:
             assert process.stdout is not None
             evicted = 0
-            for count, line in enumerate(process.stdout):
+            for count, line in enumerate(whole_lines(process.stdout)):
                 evicted = self.note(line.split(), evicted)
                 if count == lines:
                     process.send_signal(signal.SIGKILL)
@@ -97,8 +98,6 @@ class Life:
         self.losses += evicted + (2 * BLOCKS_PER_SEGMENT if self.pressed else 0)
 
     def note(self, words: list[str], evicted: int) -> int:
-        if len(words) < 4:
-            return evicted  # cut off by the kill
         when, doing, conversation, blocks = words[0], words[1], int(words[2]), int(words[3])
         if doing == "put" and when == "begin":
             self.absent.discard(conversation)
