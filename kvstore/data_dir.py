@@ -38,13 +38,13 @@ class DataDir:
         self._lock: int | None = lock
 
     @classmethod
-    def open(cls, path: Path) -> DataDir:
+    def open(cls, path: Path, device: Device) -> DataDir:
         """Create what is missing and take the lock.
 
         Raises: DataDirLockedError, ConfigError (it is something else's directory, or cannot be used). Nothing is changed then.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            device.make_directory(path)
             strangers = sorted(entry.name for entry in path.iterdir() if entry.name not in _EXPECTED)
             if strangers and not (path / CATALOG_FILE).exists():
                 raise ConfigError(
@@ -52,7 +52,7 @@ class DataDir:
                     "name an empty directory or one that kvstore made"
                 )
             lock = _lock(path / LOCK_FILE)
-            (path / SEGMENTS_DIR).mkdir(exist_ok=True)
+            device.make_directory(path / SEGMENTS_DIR)
         except OSError as error:
             raise ConfigError(f"data_dir {path} cannot be used: {error.strerror or error}") from error
         return cls(path, lock)

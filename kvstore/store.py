@@ -206,7 +206,7 @@ class LocalStore:
         Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
         """
         device = device or FileDevice()
-        directory = DataDir.open(data_dir)
+        directory = DataDir.open(data_dir, device)
         try:
             catalog = directory.load_catalog(device)
             catalog.with_classes(traffic_classes)  # what is wrong with them is told before anything is changed

@@ -210,6 +210,8 @@ class PowerLossDevice(FaultyDevice):
     def sync_directory(self, path: Path) -> None:
         self._step()
         super().sync_directory(path)
+        if path in self.root.parents:
+            return  # the root itself is always there after a loss
         directory = self._name(path)
         for name in {*self._names, *self._durable_names}:
             if os.path.dirname(name) == directory:

@@ -1,8 +1,8 @@
 """The one door to the disk: production's is the file system, tests put a faulty one behind it.
 
-Everything written to a data directory goes through here, but for two things. LMDB writes its own file: it is only ever a
-copy of what the segments say, never trusted after the machine stopped, and rebuilt from them then. And the lock file says
-nothing that outlives its holder.
+Everything written to a data directory goes through here, but for two things. LMDB writes its own file, in a directory that
+is made and removed for it: it is only ever a copy of what the segments say, never trusted after the machine stopped, and
+rebuilt from them then. And the lock file says nothing that outlives its holder.
 """
 
 from __future__ import annotations
@@ -61,6 +61,10 @@ class Device(Protocol):
 
     def sync_directory(self, path: Path) -> None:
         """Return when the directory's entries survive power loss."""
+        ...
+
+    def make_directory(self, path: Path) -> None:
+        """Make the directory, and those above it that are missing; nothing if it is there. Their names survive power loss."""
         ...
 
     def unlink(self, path: Path) -> None:
@@ -142,6 +146,13 @@ class FileDevice:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def make_directory(self, path: Path) -> None:
+        """Each new one, and then the directory that has its name."""
+        missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+        for directory in reversed(missing):
+            directory.mkdir(exist_ok=True)
+            self.sync_directory(directory.parent)
 
     def unlink(self, path: Path) -> None:
         """Remove the file."""

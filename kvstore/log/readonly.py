@@ -42,6 +42,10 @@ class ReadOnlyDevice(FileDevice):
         """Refused."""
         _refuse()
 
+    def make_directory(self, path: Path) -> None:
+        """Refused."""
+        _refuse()
+
     def unlink(self, path: Path) -> None:
         """Refused."""
         _refuse()

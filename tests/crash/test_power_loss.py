@@ -7,6 +7,7 @@ import pytest
 from faults import PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
+from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
 from stores import assert_whole, chain_of, get, open_store, put, spec
@@ -110,3 +111,26 @@ def test_what_a_run_without_syncs_stored_is_durable_once_a_durable_one_says_that
         store = stop(store, device, power=True, clock=clock)
         assert_whole(store, namespace, chain)
         store.close()
+
+
+class Notebook(FileDevice):
+    """The file system; notes the names that each directory held when it was last synced."""
+
+    def __init__(self):
+        self.durable_names = {}
+
+    def sync_directory(self, path):
+        super().sync_directory(path)
+        self.durable_names[path] = {entry.name for entry in path.iterdir()}
+
+
+def test_a_new_data_directorys_own_name_and_those_above_it_are_durable(tmp_path):
+    device = Notebook()
+    path = tmp_path / "srv" / "kv" / "data"
+    store = open_durable(path, device)
+    namespace = store.register_namespace(spec())
+    (result,) = put(store, namespace, chain_of(namespace, 1, 1), [0])
+    assert result.status is PutStatus.STORED
+    for directory in (path / "segments", path, path.parent, path.parent.parent):
+        assert directory.name in device.durable_names[directory.parent], directory
+    store.close()
