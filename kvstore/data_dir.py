@@ -133,8 +133,9 @@ def _lock(path: Path) -> int:
     """Take the lock and note who holds it, for the message the next one gets."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     _flock(descriptor, path)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk has no room for the note, and it is only a note
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
     return descriptor
 
 

@@ -23,7 +23,7 @@ from kvstore.log import format as fmt
 from kvstore.log.check import Alive, Damage, check_blocks, whole_rows
 from kvstore.log.readonly import ReadOnlyDevice
 from kvstore.log.segment import Segment, segment_name
-from kvstore.log.segments import is_blank
+from kvstore.log.segments import UNREADABLE_ERRNOS, is_blank
 from kvstore.types import BlockAddr, SegmentId
 
 if TYPE_CHECKING:
@@ -187,17 +187,17 @@ class _Check:
     def _check_segment(self, name: str, state: IndexState, env: lmdb.Environment | None, done: int) -> None:
         self._report.segments += 1
         file = f"{SEGMENTS_DIR}/{name}"
+        aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
         try:
             segment = self._open(name)
             trusted_slots = self._open(name, trust_seal=True).slot_count
         except CorruptDataDirError as error:
-            aside = f"sets it aside as {name}.damaged and serves the rest; its blocks are misses"
             blank = "removes it: nothing is in it, as after a power loss shortly after it was made"
             self._broken_segment(SEGMENT_DAMAGED, name, str(error), blank if is_blank(self._paths[name]) else aside)
         except (ForeignSegmentError, FormatVersionError) as error:
             self._broken_segment(SEGMENT_FOREIGN, name, str(error), _REFUSES)
         except OSError as error:
-            next_start = "leaves it out, and its blocks are misses, until it can be read"
+            next_start = f"{aside}; refused when most files are so" if error.errno in UNREADABLE_ERRNOS else _REFUSES
             self._broken_segment(SEGMENT_UNREADABLE, name, str(error), next_start)
         else:
             if segment.segment_id >= self._catalog.next_segment_id:

@@ -140,14 +140,26 @@ class BlockIndex:
         if self._env is not None:
             self._env.close()
         self._remove_checksum()
-        if self._directory.exists():
-            shutil.rmtree(self._directory)
         self._damaged = False
         try:
+            _empty(self._directory)
+            # Until `complete`, or a start after a kill would take the part that is there by then for the whole.
+            self._device.replace(self._directory / _DAMAGED_FILE, b"")
             self._open_env()
             self._mark_in_use()
         except lmdb.Error as error:
             raise StorageError(f"index: {error}") from error
+
+    def complete(self) -> None:
+        """All that the segments hold is in it, so the next start may take it for the whole."""
+        if self._damaged:
+            return
+        try:
+            self._device.unlink(self._directory / _DAMAGED_FILE)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            _log.warning("index: the next start will rebuild it once more: %s", error)
 
     def _mark_in_use(self) -> None:
         """Note that commits are about to come that are not synced."""
@@ -176,6 +188,10 @@ class BlockIndex:
             _log.warning("index: closed without a checksum: %s", error)
             with contextlib.suppress(OSError):
                 self._remove_checksum()
+
+    def abandon(self) -> None:
+        """Close it as a process that dies leaves it."""
+        self._env.close()
 
     def used_bytes(self) -> int:
         """What `du` counts for the index."""
@@ -292,13 +308,23 @@ class BlockIndex:
             self._device.replace(self._directory / _DAMAGED_FILE, b"")
 
 
+def _empty(directory: Path) -> None:
+    """Make the directory, or remove all that is in it; not the directory itself, which may be a link to another disk."""
+    directory.mkdir(exist_ok=True)
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) -> IndexState:
     """Whether the file can be opened at all, before anything is."""
     data, checksum = directory / "data.mdb", directory / _CHECKSUM_FILE
     if not data.exists():
         return IndexState(False, False, NOT_THERE)
     if (directory / _DAMAGED_FILE).exists():
-        return IndexState(False, False, "it was found damaged while in use")
+        return IndexState(False, False, "it was found damaged while in use, or was never completed")
     clean = checksum.exists()
     if clean and checksum.read_bytes() != _file_checksum(data):
         return IndexState(False, False, "its checksum is wrong")

@@ -270,7 +270,7 @@ class InvariantCheck:
         known = {segment.path for segment in self._segments.all()}
         beside_bytes, aside_bytes = _taken_bytes(self._directory), 0
         for path in self._directory.rglob("*"):
-            if path.suffix == DAMAGED_SUFFIX or path in self._segments.left_out:
+            if path.suffix == DAMAGED_SUFFIX:
                 aside_bytes += _taken_bytes(path)
             elif path.suffix != ".seg":
                 beside_bytes += _taken_bytes(path)

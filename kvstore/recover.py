@@ -50,8 +50,7 @@ def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, in
     except StorageError as error:
         # It opened and looked whole, but it is not.
         _start_over(segments, index, str(error), progress)
-    if segments.left_out:
-        index.distrust(f"{len(segments.left_out)} segment files cannot be read")
+    index.complete()
     for segment in segments.all():
         segment.seal()
 
@@ -89,7 +88,7 @@ def _recover(segments: SegmentSet, index: BlockIndex, found: IndexState, progres
         try:
             batch.append(_usable_rows(segment))
         except OSError as error:
-            index.distrust(f"the rows of segment {segment.segment_id} cannot be read: {error}")
+            segments.give_up(segment, error)
         if sum(len(part.slots) for part in batch) >= _BATCH_ROWS:
             indexed += _index_rows(batch, segments, index)
             batch = []

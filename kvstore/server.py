@@ -67,6 +67,10 @@ def version() -> str:
     return metadata.version("kvstore")
 
 
+class StartInterruptedError(Exception):
+    """A signal came while the store was being opened."""
+
+
 async def serve(config: ServerConfig, clock: Clock) -> None:
     """Run a server until SIGTERM or SIGINT; a second signal cuts the drain short.
 
@@ -76,7 +80,7 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
     """
     _raise_file_limit()
     signals = _Signals()
-    server = Server(config, clock)
+    server = Server(config, clock, signals.stop.is_set)
     try:
         await server.start()
         await signals.stop.wait()
@@ -88,6 +92,8 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
             await server.drain(0)
         await draining
         impatient.cancel()
+    except StartInterruptedError:
+        _log.info("stopping before the store is open", signal=signals.name)
     finally:
         await server.close()
     _log.info("stopped")
@@ -96,9 +102,10 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
 class Server:
     """gRPC server, metrics port, pools and store of one process."""
 
-    def __init__(self, config: ServerConfig, clock: Clock) -> None:
+    def __init__(self, config: ServerConfig, clock: Clock, stopping: Callable[[], bool]) -> None:
         self._config = config
         self._clock = clock
+        self._stopping = stopping
         self._door = StoreDoor()
         self._metrics = Metrics()
         self._pools = Pools.of(config.server)
@@ -173,7 +180,7 @@ class Server:
 
     def _open_store(self) -> LocalStore:
         config = self._config
-        progress = _Progress(self._clock)
+        progress = _Progress(self._clock, self._stopping)
         return LocalStore.open(
             config.server.data_dir,
             config.store,
@@ -215,15 +222,18 @@ class _Signals:
 
 
 class _Progress:
-    """Logs how far recovery is, every few seconds."""
+    """Logs how far recovery is, every few seconds, and ends it when the server is to stop: it may take longer than that may."""
 
     INTERVAL_S = 5
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, stopping: Callable[[], bool]) -> None:
         self._clock = clock
+        self._stopping = stopping
         self._next_s = clock.now_s() + self.INTERVAL_S
 
     def __call__(self, done: int, total: int) -> None:
+        if self._stopping():
+            raise StartInterruptedError
         if self._clock.now_s() >= self._next_s:
             self._next_s = self._clock.now_s() + self.INTERVAL_S
             _log.info("recovering", segments_done=done, segments=total)

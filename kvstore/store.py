@@ -145,9 +145,14 @@ class LocalStore:
             durable=config.durability == "sync",
         )
         self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
-        # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
-        self._segments.open_all(trust_seals=self._index.found.usable)
-        recover(self._segments, self._index, progress)
+        try:
+            # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
+            self._segments.open_all(trust_seals=self._index.found.usable)
+            recover(self._segments, self._index, progress)
+        except BaseException:
+            self._index.abandon()
+            self._segments.release()
+            raise
         self._skip_segment_ids()
         self._mint = LeaseMint(catalog.secret)
         self._reader = BlockReader(self._segments, self.counters, self._correct_index)
@@ -223,9 +228,16 @@ class LocalStore:
         catalog = self._catalog.with_classes(traffic_classes)
         known = self._catalog.classes
         if any(r.traffic_class.ttl_s > known[n].traffic_class.ttl_s for n, r in catalog.classes.items() if n in known):
-            self._end_expired()
+            try:
+                self._end_expired()
+            except OSError as error:
+                _log.warning("a power loss may revive what the old TTLs had ended: %s", error)
         if catalog != self._catalog:
-            catalog.save(self._data_dir.path, self._device)
+            # In force also on a full disk: puts wait for the catalog to be written, with the segment ids they need.
+            try:
+                catalog.save(self._data_dir.path, self._device)
+            except OSError as error:
+                _log.warning("the catalog cannot be written, and its traffic classes are those of this run: %s", error)
             self._use_catalog(catalog)
 
     def _use_catalog(self, catalog: Catalog) -> None:

@@ -104,7 +104,9 @@ class Segment:
         except BaseException:
             device.close(descriptor)
             raise
-        if not (trust_seal and segment._take_seal()):
+        if trust_seal and segment._take_seal():
+            segment._read_uses(0, segment.slot_count)
+        else:
             segment._find_end()
             if segment.state != fmt.STATE_OPEN:
                 segment._note_seal()  # what power loss left may be less than what was sealed
@@ -134,15 +136,25 @@ class Segment:
             ends = (rows["offset_bytes"] + rows["length_bytes"])[whole]
             self.end_bytes = max(self.end_bytes, fmt.align(int(ends.max(initial=0))))
 
+    def _read_uses(self, first_slot: int, count: int) -> NDArray[np.uint32]:
+        """A copy of use rows, not through the map, where a sector that the disk does not give is a signal. Raises: OSError.
+
+        Each is read so before its first use, and stays in the page cache then as long as there is room for it.
+        """
+        buffer = bytearray(count * fmt.USE_COLUMNS * 4)
+        self._device.read(self._descriptor, [memoryview(buffer)], self.layout.use_offset(first_slot))
+        return np.frombuffer(buffer, dtype="<u4").reshape(count, fmt.USE_COLUMNS)
+
     def _repeat_in_uses(self, first_slot: int, rows: NDArray[np.void]) -> None:
         """Note again what use rows repeat of the rows: after power loss one may be there without the other.
 
         Written, not mapped: a page of the table may be a hole now, and filling one on a full disk would be a signal.
         """
-        uses = self._uses[first_slot : first_slot + len(rows)].copy()
+        before = self._read_uses(first_slot, len(rows))
+        uses = before.copy()
         uses[:, fmt.USE_NAMESPACE] = rows["namespace_id"]
         uses[:, fmt.USE_LENGTH] = rows["length_bytes"] | (uses[:, fmt.USE_LENGTH] & fmt.REUSED)
-        if not np.array_equal(uses, self._uses[first_slot : first_slot + len(rows)]):
+        if not np.array_equal(uses, before):
             with contextlib.suppress(OSError):  # blocks of no namespace are dead, and their space comes back
                 self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
 from typing import TYPE_CHECKING
 
-from kvstore.errors import CorruptDataDirError
+from kvstore.errors import CorruptDataDirError, StorageError
 from kvstore.log import format as fmt
 from kvstore.log.segment import Segment, row_capacity, segment_name
 from kvstore.types import SegmentId
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _UNLINK_FAILURES_MAX = 3
 DAMAGED_SUFFIX = ".damaged"
+# What a disk or a file system says of a file whose bytes it cannot give; other errors say something about this process.
+UNREADABLE_ERRNOS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN})
 
 
 class SegmentSet:
@@ -41,18 +44,22 @@ class SegmentSet:
         self._retiring: list[Segment] = []  # writer thread only
         self._unlinks_failed_in_row = 0  # writer thread only
         self._used_bytes = 0  # of all in _allocated
-        self._damaged: list[Path] = []  # files set aside; writer thread only, once it runs
-        self.left_out: list[Path] = []  # files the disk did not give at start; constant after it
-        self._damaged_bytes = 0  # of both
+        # Files set aside; replaced as a whole.
+        self._aside = sorted(path for path in directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
+        self._removable = self._aside  # those of them whose removal was not tried; writer thread only, once it runs
 
     def open_all(self, *, trust_seals: bool) -> None:
-        """Open every file there is. A damaged one is set aside under another name, one the disk does not give left out, loudly.
+        """Open every file there is. One that is damaged, or that the disk does not give, is set aside under another name, loudly.
+
+        It stays aside, also when the disk gives it again: what was deleted or expired meanwhile would come back with it.
 
         Args: trust_seals: see `Segment.open`.
         Raises: FormatVersionError, ForeignSegmentError: a file this server must not touch; OSError: the system refuses one, for
-            lack of descriptors say, which says nothing about what is in it.
+            lack of descriptors or rights say, which says nothing about what is in it; StorageError: the disk does not give most
+            of them, which is for somebody to look at.
         """
-        paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg")
+        paths = sorted(path for path in self._directory.iterdir() if path.suffix == ".seg" and not path.is_dir())
+        unreadable: dict[Path, OSError] = {}
         for path in paths:
             try:
                 self._add(Segment.open(path, self._device, self._store_id, trust_seal=trust_seals))
@@ -62,24 +69,38 @@ class SegmentSet:
                     self._device.unlink(path)
                     _log.warning("segment %s was never written before the machine stopped and is removed", path.name)
                     continue
-                aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
-                self._device.rename(path, aside)
-                _log.warning("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
+                self._set_aside(path, error)
             except OSError as error:
-                if error.errno != errno.EIO:
+                if error.errno not in UNREADABLE_ERRNOS:
                     raise
-                self.left_out.append(path)
-                _log.error(
-                    "segment %s cannot be read; its blocks are missed until the next start: %s", path.name, error
-                )
-        self._damaged = sorted(path for path in self._directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
-        self._damaged_bytes = _allocated_bytes([*self._damaged, *self.left_out])
+                unreadable[path] = error
+        if len(unreadable) > max(1, len(paths) // 2):
+            first = next(iter(unreadable))
+            raise StorageError(
+                f"the disk does not give {len(unreadable)} of {len(paths)} segment files ({first.name}: "
+                f"{unreadable[first].strerror}); look at the disk, or move the files away to start without them"
+            )
+        for path in unreadable:
+            self._set_aside(path, unreadable[path])
+
+    def give_up(self, segment: Segment, error: OSError) -> None:
+        """Set a file aside that was opened, but does not give its rows; at start, before anybody uses it. Raises: OSError."""
+        with self._lock:
+            del self._segments[segment.segment_id]
+            self._used_bytes -= self._allocated.pop(segment.segment_id)
+        self._set_aside(segment.path, error)
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
+        self._device.rename(path, aside)
+        _log.error("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
+        self._aside = [*self._aside, aside]
+        self._removable = self._aside
 
     def drop_damaged(self) -> bool:
         """Remove the files that were set aside, which nobody may need as much as room; False if there was none to remove."""
-        dropped = False
-        kept = []
-        for path in self._damaged:
+        kept, dropped = [], False
+        for path in self._removable:
             try:
                 self._device.unlink(path)
                 dropped = True
@@ -87,9 +108,9 @@ class SegmentSet:
             except OSError as error:
                 kept.append(path)
                 _log.warning("segment file %s cannot be removed and keeps its space: %s", path.name, error)
-        self._damaged = []  # not tried again before the next start, but counted
+        self._removable = []  # not tried again before the next start, but counted
         if dropped:
-            self._damaged_bytes = _allocated_bytes([*kept, *self.left_out])
+            self._aside = kept
         return dropped
 
     def create(self, segment_id: SegmentId, class_id: ClassId, now_s: float) -> Segment:
@@ -188,7 +209,7 @@ class SegmentSet:
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""
         with self._lock:
-            return self._used_bytes + self._damaged_bytes
+            return self._used_bytes + _allocated_bytes(self._aside)
 
     def accounted(self) -> dict[SegmentId, int]:
         """What is counted for each segment file."""
@@ -211,7 +232,11 @@ class SegmentSet:
 
 
 def _allocated_bytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_blocks * 512 for path in paths)
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):  # removed by hand, or the disk does not even say
+            total += path.stat().st_blocks * 512
+    return total
 
 
 def is_blank(path: Path) -> bool:

@@ -508,7 +508,7 @@ def storage_error(error: Exception) -> KvStoreError:
         return error
     if disk_is_full(error):
         return StoreFullError(f"the disk is full: {error}")
-    return StorageError(f"write failed: {error}")
+    return StorageError(f"the disk or the file system failed: {error}")
 
 
 def _settle(future: Future[T], function: Callable[[], T]) -> None:

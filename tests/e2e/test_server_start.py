@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvstore.clock import SystemClock
+from kvstore.config import Setting, load_config
+from kvstore.server import Server, StartInterruptedError
 from kvstore_bench.server_start import started_server
 from kvstore_bench.sparse_store import Conversations, fill, open_store, store_config
 
@@ -54,3 +58,32 @@ def test_after_a_kill_nothing_is_lost_and_little_is_done(directory):
         assert store.status().live.blocks == BLOCKS
     finally:
         store.close()
+
+
+def test_a_signal_ends_a_rebuild_and_the_next_start_does_it(directory, tmp_path):
+    """A rebuild may take longer than a service manager waits before it kills."""
+    shutil.rmtree(directory / "index")
+    config = load_config(
+        flags=[
+            Setting(("server", "data_dir"), str(directory), "test"),
+            Setting(("server", "listen"), "127.0.0.1:0", "test"),
+            Setting(("server", "metrics_listen"), "127.0.0.1:0", "test"),
+            Setting(("store", "capacity"), str(CAPACITY), "test"),
+        ]
+    ).config
+    asked = []
+
+    def stopping() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    async def start_and_stop() -> None:
+        server = Server(config, SystemClock(), stopping)
+        with pytest.raises(StartInterruptedError):
+            await server.start()
+        await server.close()
+
+    asyncio.run(start_and_stop())
+    with started_server(directory, CAPACITY, tmp_path / "log") as start:
+        assert health_of(start.target) == health_pb2.HealthCheckResponse.SERVING
+    assert f"{BLOCKS} blocks of" in (tmp_path / "log").read_text()

@@ -24,6 +24,7 @@ TESTS = Path(__file__).parent.parent
 @pytest.fixture
 def index(tmp_path):
     index = BlockIndex(tmp_path / "index", "0" * 32, 1 << 20, FileDevice())
+    index.complete()
     yield index
     index.close()
 

@@ -17,18 +17,20 @@ import pytest
 from faults import FaultyDevice
 from kvstore import store as store_module
 from kvstore.clock import ManualClock
-from kvstore.config import StoreConfig
+from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig, TrafficClassConfig
 from kvstore.errors import (
     ConfigError,
     CorruptDataDirError,
     DataDirLockedError,
     ForeignSegmentError,
     FormatVersionError,
+    StorageError,
 )
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
+from kvstore.store import LocalStore
 from kvstore.types import EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -516,32 +518,198 @@ def test_a_catalog_restored_from_an_older_copy_does_not_give_ids_out_again(tmp_p
     store.close()
 
 
-@pytest.mark.parametrize("lose_index", [False, True])
-def test_one_file_the_disk_does_not_give_is_left_out_and_found_again(filled, clock, lose_index, caplog):
-    """It keeps no server from starting, nobody removes it, and what is in it comes back with the disk."""
-    path, namespace, chains = filled
-    bad = min((path / "segments").iterdir())
+class BadSegments(FaultyDevice):
+    """A disk that does not give some segment files: not at all, or not a part of them."""
 
-    class OneBadFile(FaultyDevice):
-        def read(self, descriptor, buffers, offset_bytes):
-            if os.path.samestat(os.fstat(descriptor), bad.stat()):
-                raise OSError(errno.EIO, "injected")
-            return super().read(descriptor, buffers, offset_bytes)
+    def __init__(self, bad, error=errno.EIO, part=lambda offset_bytes: True):
+        super().__init__()
+        self.bad, self.error, self.part = set(bad), error, part
 
-    if lose_index:
-        shutil.rmtree(path / "index")
-    store = open_store(path, clock, device=OneBadFile())
-    assert "cannot be read; its blocks are missed until the next start" in caplog.text
+    def read(self, descriptor, buffers, offset_bytes):
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name.partition(".")[0] in self.bad and self.part(offset_bytes):
+            raise OSError(self.error, os.strerror(self.error))
+        return super().read(descriptor, buffers, offset_bytes)
+
+
+def fill_segments(path, clock, durability="memory"):
+    """A closed store of three conversations in a segment each."""
+    store = open_store(path, clock, durability=durability)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 20) for conversation in range(3)]
     for chain in chains:
-        found, _ = get(store, namespace, chain)
-        assert all(data == payload(chain[block]) for block, data in found.items())
-        store.match(namespace, chain)
-    assert store.status().used_bytes == du_bytes(path)
+        put(store, namespace, chain)
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
+    names = [segment.path.name.partition(".")[0] for segment in store._segments.all()]
+    store.close()
+    assert len(names) == 3
+    return namespace, chains, names
+
+
+in_uses = lambda offset_bytes: 4096 <= offset_bytes < 8192  # noqa: E731 - a use table begins behind the header
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA])
+@pytest.mark.parametrize("part", [lambda offset_bytes: True, in_uses], ids=["any of it", "its use table"])
+@pytest.mark.parametrize("lose_index", [False, True])
+def test_one_file_the_disk_does_not_give_is_set_aside_and_the_rest_served(
+    tmp_path, clock, error, part, lose_index, caplog
+):
+    namespace, chains, names = fill_segments(tmp_path, clock)
+    if lose_index:
+        shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock, device=BadSegments(names[:1], error, part))
+    assert f"set aside as {names[0]}.seg.damaged: [Errno {error}]" in caplog.text
+    assert [store.match(namespace, chain).hit_length_blocks for chain in chains] == [0, 20, 20]
+    for chain in chains[1:]:
+        assert_whole(store, namespace, chain)
+    assert store.status().used_bytes == du_bytes(tmp_path)
+    assert store.invariants().violations == ()
+    (tmp_path / "segments" / f"{names[0]}.seg.damaged").unlink()  # by an operator
+    assert store.status().used_bytes == du_bytes(tmp_path)
     assert store.invariants().violations == ()
     store.sweep()
     store.close()
-    assert bad.exists()
-    reopen_and_check(path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("lose_index", [False, True])
+@pytest.mark.parametrize("how", ["delete", "put and delete", "evict", "expire and lengthen"])
+def test_what_ended_while_the_disk_did_not_give_a_file_stays_ended(tmp_path, clock, how, lose_index):
+    namespace, chains, names = fill_segments(tmp_path, clock, "sync")
+    store = open_store(tmp_path, clock, device=BadSegments(names[:1]), durability="sync")
+    if how == "put and delete":
+        put(store, namespace, chains[0])
+    if how in ("delete", "put and delete"):
+        store.delete(namespace, chains[0], 0, len(chains[0]))
+    elif how == "evict":
+        store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    else:
+        clock.advance(8 * 86_400)
+        store.set_ttl("agent", 90 * 86_400)
+    store.close()
+    if lose_index:
+        shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock, durability="sync")  # and the disk is well again
+    assert store.match(namespace, chains[0]).hit_length_blocks == 0
+    assert get(store, namespace, chains[0])[0] == {}
+    store.close()
+
+
+@pytest.mark.parametrize("lose_index", [False, True])
+def test_a_disk_that_gives_few_files_is_refused_and_nothing_is_set_aside(tmp_path, clock, lose_index):
+    namespace, chains, names = fill_segments(tmp_path, clock)
+    if lose_index:
+        shutil.rmtree(tmp_path / "index")
+    with pytest.raises(StorageError, match=r"does not give 2 of 3 segment files .*look at the disk"):
+        open_store(tmp_path, clock, device=BadSegments(names[1:]))
+    reopen_and_check(tmp_path, clock, namespace, chains)
+
+
+def test_rows_that_a_rebuild_cannot_read_any_more_are_set_aside(tmp_path, clock, caplog):
+    """They were read once, when the file was opened."""
+    namespace, chains, names = fill_segments(tmp_path, clock)
+    shutil.rmtree(tmp_path / "index")
+    device = BadSegments([])
+    progress = lambda done, total: device.bad.update(names[:1])  # noqa: E731
+    config = StoreConfig(capacity=4 << 20)
+    store = LocalStore.open(tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=progress)
+    assert f"set aside as {names[0]}.seg.damaged" in caplog.text
+    assert [store.match(namespace, chain).hit_length_blocks for chain in chains] == [0, 20, 20]
+    assert store.status().used_bytes == du_bytes(tmp_path)
+    assert store.invariants().violations == ()
+    store.close()
+
+
+DIES_IN_A_REBUILD = """
+import os, sys
+from pathlib import Path
+from kvstore.clock import ManualClock
+from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
+from kvstore.store import LocalStore
+path, step = Path(sys.argv[1]), int(sys.argv[2])
+seen = []
+def progress(done, total):
+    seen.append(done)
+    if len(seen) > step:
+        os._exit(7)
+LocalStore.open(path, StoreConfig(capacity=4 << 20), DEFAULT_TRAFFIC_CLASSES, ManualClock(), progress=progress)
+"""
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_process_that_dies_in_a_rebuild_leaves_the_next_one_to_do_it(tmp_path, clock, step):
+    namespace, chains, _ = fill_segments(tmp_path, clock)
+    shutil.rmtree(tmp_path / "index")
+    for _ in range(2):
+        command = [sys.executable, "-c", DIES_IN_A_REBUILD, str(tmp_path), str(step)]
+        assert subprocess.run(command, cwd=Path(__file__).parent.parent, check=False).returncode == 7
+    store = open_store(tmp_path, clock)
+    for chain in chains:
+        assert store.match(namespace, chain).hit_length_blocks == len(chain)
+    assert store.invariants().violations == ()
+    store.close()
+    assert not (tmp_path / "index" / "damaged").exists()
+
+
+def test_a_start_that_is_refused_after_it_lost_the_index_leaves_the_next_one_to_rebuild_it(tmp_path, clock):
+    namespace, chains, names = fill_segments(tmp_path, clock)
+    shutil.rmtree(tmp_path / "index")
+    with pytest.raises(StorageError, match="Operation not permitted"):
+        open_store(tmp_path, clock, device=BadSegments(names[:1], errno.EPERM))
+    assert (tmp_path / "segments" / f"{names[0]}.seg").exists()
+    reopen_and_check(tmp_path, clock, namespace, chains)
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 50_000])
+def test_an_index_on_another_disk_is_rebuilt_there(tmp_path, tmp_path_factory, clock, damage):
+    namespace, chains, _ = fill_segments(tmp_path, clock)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.rmtree(tmp_path / "index")
+    (tmp_path / "index").symlink_to(elsewhere)
+    (elsewhere / "data.mdb").write_bytes(damage)
+    for _ in range(2):
+        reopen_and_check(tmp_path, clock, namespace, chains)
+    assert (elsewhere / "data.mdb").exists()
+
+
+def test_a_catalog_that_cannot_be_written_keeps_no_changed_class_from_being_served(tmp_path, clock, caplog):
+    namespace, chains, _ = fill_segments(tmp_path, clock)
+    device = FaultyDevice()
+    device.fail_create = True
+    classes = {
+        "agent": TrafficClassConfig(ttl_s=30 * 86_400),
+        "chatbot": TrafficClassConfig(ttl_s=86_400),
+        "night": TrafficClassConfig(ttl_s=3_600),
+    }
+    store = open_store(tmp_path, clock, device=device, traffic_classes=classes)
+    assert "its traffic classes are those of this run" in caplog.text
+    assert {c.name: c.ttl_s for c in store.traffic_classes()}["night"] == 3_600
+    for chain in chains:
+        assert_whole(store, namespace, chain)
+    device.heal()
+    (result, *_) = put(store, namespace, chain_of(namespace, 9, 1), traffic_class="night")
+    assert result.status is PutStatus.STORED
+    store.close()
+    store = open_store(tmp_path, clock, traffic_classes=classes)
+    clock.advance(3_601)
+    assert store.match(namespace, chain_of(namespace, 9, 1)).hit_length_blocks == 0
+    assert store.match(namespace, chains[0]).hit_length_blocks == len(chains[0])
+    store.close()
+
+
+def test_a_full_disk_has_no_room_for_the_note_in_the_lock_file(tmp_path, clock, monkeypatch):
+    namespace, chains, _ = fill_segments(tmp_path, clock)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstore.data_dir.os.pwrite", full)
+        store = open_store(tmp_path, clock)
+        with pytest.raises(DataDirLockedError, match="held by another process"):
+            open_store(tmp_path, clock)
+    assert_whole(store, namespace, chains[0])
+    store.close()
 
 
 def test_the_expired_copy_of_a_block_stored_again_is_flagged_before_the_index_learns_the_new_place(tmp_path, clock):
