@@ -14,6 +14,8 @@ from kvstore_api.namespace import NamespaceDigest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from numpy.typing import NDArray
+
     from kvstore.catalog import ClassRecord
     from kvstore.expiry import TtlTable
     from kvstore.log.segment import Segment
@@ -41,6 +43,21 @@ def find_blocks(
         matches &= fmt.valid_rows(rows, segment.segment_id) if matches.any() else False
         for slot in np.flatnonzero(matches).tolist():
             yield _describe(segment, slot, rows[slot], namespaces, records, ttls, now_s)
+
+
+def find_slots(
+    segments: Iterable[Segment], namespace_id: int, hashes: bytes
+) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
+    """Every slot that holds a block of one of these prefix hashes in the namespace, whatever its flags. Raises: OSError."""
+    wanted = np.frombuffer(hashes, dtype=f"V{HASH_BYTES}")
+    for segment in segments:
+        rows = segment.read_rows(0, segment.slot_count)
+        named = np.isin(np.ascontiguousarray(rows["prefix_hash"]).view(wanted.dtype), wanted)
+        slots = np.flatnonzero(
+            named & (rows["namespace_id"] == namespace_id) & fmt.valid_rows(rows, segment.segment_id)
+        )
+        if len(slots):
+            yield segment, slots
 
 
 def _describe(

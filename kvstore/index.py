@@ -189,6 +189,11 @@ class BlockIndex:
             with contextlib.suppress(OSError):
                 self._remove_checksum()
 
+    @property
+    def distrusted(self) -> bool:
+        """Whether entries may be missing that the next start, which rebuilds it, will find again."""
+        return self._damaged
+
     def abandon(self) -> None:
         """Close it as a process that dies leaves it."""
         self._env.close()

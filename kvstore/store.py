@@ -32,7 +32,7 @@ from kvstore.errors import (
     UnknownTrafficClassError,
 )
 from kvstore.expiry import TtlTable, class_uses
-from kvstore.finding import find_blocks
+from kvstore.finding import find_blocks, find_slots
 from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
@@ -483,13 +483,13 @@ class LocalStore:
             _log.debug("look-up: %s", error)
             return {}
 
-    def _live_addrs(self, addrs: NDArray[np.void], now_s: float) -> NDArray[np.bool_]:
+    def _live_addrs(self, addrs: NDArray[np.void], now_s: float, *, suspected_too: bool = False) -> NDArray[np.bool_]:
         uses = np.zeros((len(addrs), fmt.USE_COLUMNS), dtype=np.uint32)  # a row of zeros is not alive
         for segment, where, slots in self._places(addrs):
             last = slots.stop - 1 if isinstance(slots, slice) else int(slots.max())
             if segment.state != fmt.STATE_RETIRED and last < segment.header.row_capacity:
                 uses[where] = segment.uses[slots]
-                if segment.suspects:
+                if segment.suspects and not suspected_too:
                     uses[np.arange(len(addrs))[where][segment.suspected(slots)]] = 0
         return self._rules.ttls.live(uses, now_s)
 
@@ -590,14 +590,21 @@ class LocalStore:
         return np.where(there, addrs, elsewhere), there | live
 
     def _look_up(
-        self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
+        self,
+        namespace: Namespace,
+        chain: Chain,
+        first_block: int,
+        block_count: int,
+        now_s: float,
+        *,
+        suspected_too: bool = False,
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         keys = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
         nowhere = BlockAddr(SegmentId(0), 0)
         found = self._find(keys)
         for _ in range(_MOVE_RETRIES):
             addrs = _as_array([found.get(key, nowhere) for key in keys])
-            live = self._live_addrs(addrs, now_s)
+            live = self._live_addrs(addrs, now_s, suspected_too=suspected_too)
             dead = [found[key] for key, alive in zip(keys, live, strict=True) if not alive and key in found]
             if not dead:
                 break
@@ -711,14 +718,29 @@ class LocalStore:
 
     def _delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
         """On the writer thread: a block that is just being moved would take no flag along."""
-        addrs, live = self._look_up(namespace, chain, first_block, block_count, self._clock.now_s())
-        for segment, _, slots in self._places(addrs[live]):
+        now_s, deleted = self._clock.now_s(), 0
+        for segment, slots in self._to_delete(namespace, chain, first_block, block_count, now_s):
             segment.flag(slots, fmt.FLAG_DELETED)
+            deleted += len(slots)
         if self._config.durability == "sync":
             self._segments.sync_flags()
-        deleted = int(live.sum())
         self.counters.add(blocks_deleted=deleted)
         return deleted
+
+    def _to_delete(
+        self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
+    ) -> list[tuple[Segment, NDArray[np.intp]]]:
+        """Where the blocks are alive, also where the index cannot tell or they are not offered just now: they would come back."""
+        if not self._index.distrusted:
+            addrs, live = self._look_up(namespace, chain, first_block, block_count, now_s, suspected_too=True)
+            return [(segment, _numbers(slots)) for segment, _, slots in self._places(addrs[live])]
+        # Slow, but rare: the next start rebuilds the index, and with it what was not found here.
+        hashes = chain.data[first_block * HASH_BYTES : (first_block + block_count) * HASH_BYTES]
+        try:
+            found = list(find_slots(self._segments.all(), namespace.namespace_id, hashes))
+        except OSError as error:
+            raise storage_error(error) from error
+        return [(segment, slots[self._rules.ttls.live(segment.uses[slots], now_s)]) for segment, slots in found]
 
     # State objects
 
@@ -1071,6 +1093,10 @@ class LocalStore:
             catalog.save(self._data_dir.path, self._device)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
+
+
+def _numbers(slots: slice | NDArray[np.intp]) -> NDArray[np.intp]:
+    return np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
 
 
 def segment_size_bytes(config: StoreConfig) -> int:

@@ -21,6 +21,7 @@ from kvstore.errors import (
     StorageError,
     UnknownTrafficClassError,
 )
+from kvstore.index import block_keys
 from kvstore.types import EvictSelection, PutBlock, PutStatus
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
@@ -809,6 +810,40 @@ def test_a_failed_read_is_a_miss_and_no_exception(store, namespace, device):
     device.heal()
     store._segments.all()[0].suspects = {}  # as after a minute
     assert_whole(store, namespace, chain)
+
+
+def test_what_is_not_offered_just_now_can_be_deleted_and_does_not_come_back(store, namespace, device):
+    chain = chain_of(namespace, 1, 4)
+    put(store, namespace, chain)
+    device.fail_read = True
+    assert set(get(store, namespace, chain)[1].values()) == {"IO_ERROR"}
+    assert store.delete(namespace, chain, 1, 2) == 2
+    device.heal()
+    store._segments.all()[0].suspects = {}  # as after a minute
+    assert set(get(store, namespace, chain)[0]) == {0, 3}
+    assert store.counters.snapshot()["blocks_deleted"] == 2
+
+
+@pytest.mark.parametrize("asked", [3, 300])
+def test_what_a_distrusted_index_does_not_know_can_be_deleted_and_does_not_come_back(tmp_path, clock, asked):
+    """It is on the disk, and the next start would find it."""
+    store = open_store(tmp_path, clock, capacity=16 << 20)
+    namespace = store.register_namespace(spec())
+    chain, other = chain_of(namespace, 1, 400, shared_blocks=2), chain_of(namespace, 2, 5, shared_blocks=2)
+    put(store, namespace, chain)
+    put(store, namespace, other)
+    keys = block_keys(namespace.namespace_id, chain.data, 1, 399)
+    store._index.commit({}, store._index.lookup(keys).items())
+    store._index.distrust("as after a start without room for it")
+    assert store.match(namespace, chain).hit_length_blocks == 1
+    assert store.delete(namespace, chain, 1, asked) == asked
+    assert store.delete(namespace, chain, 1, asked) == 0
+    store.close()
+    store = open_store(tmp_path, clock, capacity=16 << 20)
+    assert set(get(store, namespace, chain)[0]) == {0, *range(asked + 1, 400)}
+    assert set(get(store, namespace, other)[0]) == {0, 2, 3, 4}
+    assert store.invariants().violations == ()
+    store.close()
 
 
 def test_one_bad_sector_costs_one_block_for_a_minute(store, namespace, device, monkeypatch):
