@@ -37,7 +37,7 @@ from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
 from kvstore.log import format as fmt
-from kvstore.log.check import Alive
+from kvstore.log.check import Alive, whole_rows
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
@@ -738,8 +738,20 @@ class LocalStore:
         self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes, segment: Segment, slot: int
     ) -> StateObject | None:
         try:
-            row = segment.read_rows(slot, 1)[0]
-            if row["prefix_hash"].tobytes() != state_hash or row["namespace_id"] != namespace.namespace_id:
+            rows = segment.read_rows(slot, 1)
+            if not whole_rows(segment, rows, slot)[
+                0
+            ]:  # before its length is believed: a damaged one may ask for gigabytes
+                self._end_damaged_state(segment, slot)
+                return None
+            row = rows[0]
+            if (
+                row["prefix_hash"].tobytes() != state_hash
+                or row["namespace_id"] != namespace.namespace_id
+                or row["kind"] != fmt.KIND_STATE
+            ):
+                key = state_key(namespace.namespace_id, prefix_hash, state_hash)
+                self._drop_entry(key, BlockAddr(segment.segment_id, slot))
                 return None
             data = bytearray(int(row["length_bytes"]))
             size = segment.read_payloads([memoryview(data)], int(row["offset_bytes"]))
@@ -748,10 +760,14 @@ class LocalStore:
             self.counters.add(blocks_unreadable=1)
             return None
         if size != len(data) or block_checksum(data, prefix_hash) != int(row["checksum"]):
-            segment.flag(np.array([slot]), fmt.FLAG_DELETED)
-            self.counters.add(blocks_corrupt=1)
+            self._end_damaged_state(segment, slot)
             return None
         return StateObject(bytes(data), int(row["checksum"]))
+
+    def _end_damaged_state(self, segment: Segment, slot: int) -> None:
+        """Take a state object out of the offer, so that it can be stored again."""
+        segment.flag(np.array([slot]), fmt.FLAG_DELETED)
+        self.counters.add(blocks_corrupt=1)
 
     def _has_state(self, namespace: Namespace, prefix_hash: bytes, name: str) -> bool:
         return self._state_addr(namespace, prefix_hash, _state_hash(prefix_hash, name)) is not None
@@ -1030,8 +1046,10 @@ class LocalStore:
         return live_mask(segment, self._rules, self._clock.now_s())
 
     def _correct_index(self, namespace_id: int, chain: bytes, block: int, addr: BlockAddr) -> None:
+        self._drop_entry(block_keys(namespace_id, chain, block, 1)[0], addr)
+
+    def _drop_entry(self, key: bytes, addr: BlockAddr) -> None:
         """An index entry was found to name another block's slot, or none: it goes, so that no match meets it again."""
-        key = block_keys(namespace_id, chain, block, 1)[0]
         with contextlib.suppress(StorageError):  # the store is being closed
             self._writer.call(lambda: self._index.commit({}, [(key, addr)]))
 

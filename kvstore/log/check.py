@@ -30,6 +30,7 @@ IO_ERROR = "IO_ERROR"
 
 _ROWS_PER_STEP = 256  # their crcs hold the interpreter's lock for about 0.4 ms
 _BYTES_PER_STEP = 1 << 20
+_OFFSET_END = 1 << 62  # no read takes an offset of 2^63 or more
 # So many failed reads in a row are the disk's trouble and not the blocks': the segment is left alone, because condemning all of
 # it for a cable that somebody is plugging in again would cost a cache that is whole.
 _FAILED_READS_MAX = 8
@@ -92,7 +93,8 @@ def check_blocks(segment: Segment, first_slot: int, alive: Alive) -> Iterator[Ch
 def whole_rows(segment: Segment, rows: NDArray[np.void], first_slot: int) -> NDArray[np.bool_]:
     """Which rows are whole, belong where they stand, and name a place where a payload can be."""
     whole = fmt.valid_rows(rows, segment.segment_id, first_slot)
-    whole &= (rows["offset_bytes"] >= segment.layout.payload_offset) & (rows["length_bytes"] <= MAX_BLOCK_BYTES)
+    whole &= (rows["offset_bytes"] >= segment.layout.payload_offset) & (rows["offset_bytes"] < _OFFSET_END)
+    whole &= rows["length_bytes"] <= MAX_BLOCK_BYTES
     return whole
 
 
