@@ -7,6 +7,7 @@ import pytest
 from faults import PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
+from kvstore.errors import StoreFullError
 from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
@@ -94,6 +95,32 @@ def test_a_block_stored_again_in_an_older_segment_survives_although_its_expired_
         assert result.status is PutStatus.STORED
         store = stop(store, device, power=True, clock=clock, classes=classes)
         assert store.match(namespace, chain).hit_length_blocks == 1, f"an acknowledged block is lost; {device}"
+        assert_whole(store, namespace, chain)
+        store.close()
+
+
+def test_a_copy_that_a_refused_put_was_to_replace_survives_although_its_flag_reached_the_disk(tmp_path):
+    """The old copy was only suspected. Its flag is written back on its own before the put is refused and the flag taken back."""
+    for seed in range(20):
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        chain = chain_of(namespace, 1, 4)
+        put(store, namespace, chain)
+        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        (old,) = store._segments.all()
+        device.fail_read = True
+        get(store, namespace, chain)
+        device.fail_read = False
+
+        def refuse(put_, remove=(), old=old):
+            old.sync()
+            raise StoreFullError("injected: no room for the index")
+
+        store._index.commit = refuse
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.REJECTED}
+        store = stop(store, device, power=True)
+        assert store.match(namespace, chain).hit_length_blocks == 4, f"an acknowledged block is lost; {device}"
         assert_whole(store, namespace, chain)
         store.close()
 
