@@ -846,12 +846,17 @@ class LocalStore:
         )
 
     def scrub(self, cursor: str = "", max_bytes: int = 0) -> Iterator[ScrubStep]:
-        """Read every block that is still offered, from `cursor` on, and take damaged ones out of the offer; see `scrub.py`.
+        """Read every block that is still offered, from `cursor` on, and take what is wrong out of the offer; see `scrub.py`.
 
         Each step of the iterator does I/O for about 1 MiB or one block; whoever iterates sets the pace, and may leave at any step.
         Args: max_bytes: stop after so many payload bytes; 0 for no limit.
         Raises: InvalidArgumentError: `cursor` was given by no step; at once, not when iterated.
         """
+        begin = parse_cursor(cursor)
+        # What lies before the next id may have been reclaimed since; what lies behind it nobody has come to.
+        end = max([self._next_segment_id, *(segment.segment_id + 1 for segment in self._segments.all())])
+        if begin > (end, 0):
+            raise InvalidArgumentError(f"cursor is {begin}, which no scrub has given: there was never a segment {end}")
         digests: dict[int, bytes] = {n.namespace_id: digest for digest, n in self._catalog.namespaces.items()}
         scrubber = Scrubber(
             self._segments,
@@ -861,17 +866,24 @@ class LocalStore:
             ),
             live_bytes=lambda segment: self._census.total([segment]).bytes,
             condemn=lambda segment, slots: self._on_writer(lambda: self._condemn(segment, slots)),
+            suspect=self._suspect,
             digest=lambda namespace_id: digests.get(namespace_id, b""),
         )
-        return scrubber.steps(parse_cursor(cursor), max_bytes)
+        return scrubber.steps(begin, max_bytes)
 
     def _condemn(self, segment: Segment, slots: Sequence[int]) -> set[int]:
         """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
-        if segment.state == fmt.STATE_RETIRED:
-            return set()
-        offered = [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
+        offered = _unflagged(segment, slots)
         segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
         self.counters.add(blocks_corrupt=len(offered))
+        return set(offered)
+
+    def _suspect(self, segment: Segment, slots: Sequence[int]) -> set[int]:
+        """Do not offer blocks for a while that the disk does not give, as a get does. Returns those that no flag had ended."""
+        offered = _unflagged(segment, slots)
+        for slot in offered:
+            segment.suspect(slot)
+        self.counters.add(blocks_unreadable=len(offered))
         return set(offered)
 
     def invariants(self) -> InvariantReport:
@@ -1114,6 +1126,12 @@ def _quotas(
 
 def _count(where: slice | NDArray[np.intp]) -> int:
     return where.stop - where.start if isinstance(where, slice) else len(where)
+
+
+def _unflagged(segment: Segment, slots: Sequence[int]) -> list[int]:
+    if segment.state == fmt.STATE_RETIRED:
+        return []
+    return [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
 
 
 def _as_array(addrs: Sequence[BlockAddr]) -> NDArray[np.void]:
