@@ -664,7 +664,8 @@ class LocalStore:
     def _submit(
         self, record: ClassRecord, entries: Sequence[NewEntry], results: Callable[[list[Outcome]], list[PutResult]]
     ) -> Future[list[PutResult]]:
-        job = PutJob(record, entries, sum(entry.entry.length_bytes for entry in entries))
+        # In whole pages: while they wait and are written, millions of tiny blocks take some GB of memory for their few bytes.
+        job = PutJob(record, entries, sum(fmt.align(new.entry.length_bytes) for new in entries))
         answer: Future[list[PutResult]] = Future()
 
         def settle(done: Future[list[Outcome]]) -> None:

@@ -1080,6 +1080,23 @@ def test_too_many_bytes_waiting_is_an_overload_not_a_queue(tmp_path, clock):
     store.close()
 
 
+def test_tiny_blocks_count_in_the_queue_as_what_they_take_and_not_as_their_bytes(tmp_path, clock):
+    """Waiting and being committed, a block costs about a page of memory however small it is."""
+    store = open_store(tmp_path, clock, capacity=64 << 20, put_queue=1 << 20)
+    namespace = store.register_namespace(spec(1))
+    gate = threading.Event()
+    store._writer.call(gate.wait)
+    chains = [chain_of(namespace, conversation, 100) for conversation in range(4)]
+    futures = [
+        store.submit_put(namespace, chain, [put_block(chain, block, payload(chain[block], 1)) for block in range(100)])
+        for chain in chains
+    ]
+    gate.set()
+    reasons = [{result.reason for result in future.result()} for future in futures]
+    assert reasons == [{""}, {""}, {"OVERLOADED"}, {"OVERLOADED"}]
+    store.close()
+
+
 def test_a_closed_store_refuses_puts(tmp_path):
     store = open_store(tmp_path)
     namespace = store.register_namespace(spec())
