@@ -125,6 +125,36 @@ def test_a_copy_that_a_refused_put_was_to_replace_survives_although_its_flag_rea
         store.close()
 
 
+def test_a_block_whose_move_the_index_refused_survives_although_its_flag_reached_the_disk(tmp_path):
+    """The flag is written back on its own before the move is given up and the flag taken back."""
+    for seed in range(20):
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
+        put(store, namespace, kept)
+        put(store, namespace, dead)
+        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        put(store, namespace, chain_of(namespace, 3, 1))
+        store.delete(namespace, dead, 0, 4)
+        old, refused = store._segments.all()[0], []
+
+        def refuse(put_, remove=(), old=old, refused=refused):
+            if put_:
+                refused.append(put_)
+                old.sync()
+                raise StoreFullError("injected: no room for the index")
+            return 0
+
+        store._index.commit = refuse
+        with pytest.raises(StoreFullError):
+            store.sweep()
+        assert refused, "it did not come to a move"
+        store = stop(store, device, power=True)
+        assert_whole(store, namespace, kept)
+        store.close()
+
+
 def test_what_a_run_without_syncs_stored_is_durable_once_a_durable_one_says_that_it_exists(tmp_path):
     for seed in SEEDS:
         device, clock = PowerLossDevice(tmp_path / str(seed), seed), ManualClock()
