@@ -199,8 +199,14 @@ class BlockIndex:
         self._env.close()
 
     def used_bytes(self) -> int:
-        """What `du` counts for the index."""
-        return sum(path.stat().st_blocks * 512 for path in self._directory.iterdir())
+        """What `du` counts for the index. Files that are gone count nothing: a scratch file that another thread has renamed, or
+        all of them, deleted by somebody while LMDB goes on with what it has open; the next start rebuilds those."""
+        used = 0
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._directory.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    used += path.stat().st_blocks * 512
+        return used
 
     def clear_dead_readers(self) -> None:
         """Forget readers whose processes died while they read; what they saw would be kept for them, and the file grow.

@@ -328,7 +328,7 @@ class Reclaimer:
         try:
             self._index.commit({keys[slot]: addr for slot, addr in moved.items()})
         except KvStoreError:
-            segment.take_back(np.array(list(moved), dtype=np.int64), fmt.FLAG_EVICTED)
+            writer.take_back([(segment, slot) for slot in moved])
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)  # the copies must not turn up when the index is rebuilt
             raise

@@ -2,6 +2,10 @@
 
 One walk reads the segments oldest first, in steps of about 1 MiB that its caller paces. It holds no lock and pins nothing: a
 segment reclaimed under it is simply the end of that segment. What was stored after the walk began waits for the next one.
+
+Only bytes that were read and are wrong condemn a block. One that the disk does not give is not known to be damaged: it is not
+offered for a minute, as after a get, and the next walk reads it again. A cable that somebody is plugging in must not cost a cache
+that is whole.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.errors import InvalidArgumentError
 from kvstore.log import format as fmt
-from kvstore.log.check import Alive, Damage, check_blocks
+from kvstore.log.check import IO_ERROR, Alive, Damage, check_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -48,7 +52,7 @@ def parse_cursor(text: str) -> Cursor:
 
 @dataclass(frozen=True, slots=True)
 class DamagedBlock:
-    """A block that was found damaged, and is not offered any more."""
+    """A block that was found damaged, and is not offered any more; or one that cannot be read, and is not offered for a minute."""
 
     segment_id: int
     slot: int
@@ -86,6 +90,7 @@ class Scrubber:
     Args:
         live_bytes: a segment's live payload bytes.
         condemn: flags those of the slots that are still offered and counts them; returns which they were.
+        suspect: likewise, for blocks that cannot be read, but only for a minute.
         digest: a namespace id's digest; empty if it was dropped.
     """
 
@@ -96,10 +101,11 @@ class Scrubber:
         *,
         live_bytes: Callable[[Segment], int],
         condemn: Callable[[Segment, Sequence[int]], set[int]],
+        suspect: Callable[[Segment, Sequence[int]], set[int]],
         digest: Callable[[int], bytes],
     ) -> None:
         self._segments, self._alive, self._live_bytes = segments, alive, live_bytes
-        self._condemn, self._digest = condemn, digest
+        self._condemn, self._suspect, self._digest = condemn, suspect, digest
         self._blocks_checked = self._bytes_done = 0
 
     def steps(self, begin: Cursor, max_bytes: int) -> Iterator[ScrubStep]:
@@ -152,11 +158,12 @@ class Scrubber:
             yield Cursor(segment_id + 1, 0), [], [UnreadableSegment(segment_id, str(error))]
 
     def _settle(self, segment: Segment, damaged: Sequence[Damage]) -> list[DamagedBlock]:
-        """Take damaged blocks out of the offer. One that was dropped or moved while it was read is no news."""
-        if not damaged:
-            return []
-        condemned = self._condemn(segment, [damage.slot for damage in damaged])
-        return [self._describe(segment, damage) for damage in damaged if damage.slot in condemned]
+        """Take blocks out of the offer. One that was dropped or moved while it was read is no news."""
+        wrong = [damage.slot for damage in damaged if damage.reason != IO_ERROR]
+        unread = [damage.slot for damage in damaged if damage.reason == IO_ERROR]
+        news = self._condemn(segment, wrong) if wrong else set()
+        news |= self._suspect(segment, unread) if unread else set()
+        return [self._describe(segment, damage) for damage in damaged if damage.slot in news]
 
     def _describe(self, segment: Segment, damage: Damage) -> DamagedBlock:
         row = damage.row

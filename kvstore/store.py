@@ -37,7 +37,7 @@ from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
 from kvstore.log import format as fmt
-from kvstore.log.check import Alive
+from kvstore.log.check import Alive, whole_rows
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
@@ -683,7 +683,8 @@ class LocalStore:
     def _submit(
         self, record: ClassRecord, entries: Sequence[NewEntry], results: Callable[[list[Outcome]], list[PutResult]]
     ) -> Future[list[PutResult]]:
-        job = PutJob(record, entries, sum(entry.entry.length_bytes for entry in entries))
+        # In whole pages: while they wait and are written, millions of tiny blocks take some GB of memory for their few bytes.
+        job = PutJob(record, entries, sum(fmt.align(new.entry.length_bytes) for new in entries))
         answer: Future[list[PutResult]] = Future()
 
         def settle(done: Future[list[Outcome]]) -> None:
@@ -772,8 +773,20 @@ class LocalStore:
         self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes, segment: Segment, slot: int
     ) -> StateObject | None:
         try:
-            row = segment.read_rows(slot, 1)[0]
-            if row["prefix_hash"].tobytes() != state_hash or row["namespace_id"] != namespace.namespace_id:
+            rows = segment.read_rows(slot, 1)
+            if not whole_rows(segment, rows, slot)[
+                0
+            ]:  # before its length is believed: a damaged one may ask for gigabytes
+                self._end_damaged_state(segment, slot)
+                return None
+            row = rows[0]
+            if (
+                row["prefix_hash"].tobytes() != state_hash
+                or row["namespace_id"] != namespace.namespace_id
+                or row["kind"] != fmt.KIND_STATE
+            ):
+                key = state_key(namespace.namespace_id, prefix_hash, state_hash)
+                self._drop_entry(key, BlockAddr(segment.segment_id, slot))
                 return None
             data = bytearray(int(row["length_bytes"]))
             size = segment.read_payloads([memoryview(data)], int(row["offset_bytes"]))
@@ -782,10 +795,14 @@ class LocalStore:
             self.counters.add(blocks_unreadable=1)
             return None
         if size != len(data) or block_checksum(data, prefix_hash) != int(row["checksum"]):
-            segment.flag(np.array([slot]), fmt.FLAG_DELETED)
-            self.counters.add(blocks_corrupt=1)
+            self._end_damaged_state(segment, slot)
             return None
         return StateObject(bytes(data), int(row["checksum"]))
+
+    def _end_damaged_state(self, segment: Segment, slot: int) -> None:
+        """Take a state object out of the offer, so that it can be stored again."""
+        segment.flag(np.array([slot]), fmt.FLAG_DELETED)
+        self.counters.add(blocks_corrupt=1)
 
     def _has_state(self, namespace: Namespace, prefix_hash: bytes, name: str) -> bool:
         return self._state_addr(namespace, prefix_hash, _state_hash(prefix_hash, name)) is not None
@@ -864,12 +881,17 @@ class LocalStore:
         )
 
     def scrub(self, cursor: str = "", max_bytes: int = 0) -> Iterator[ScrubStep]:
-        """Read every block that is still offered, from `cursor` on, and take damaged ones out of the offer; see `scrub.py`.
+        """Read every block that is still offered, from `cursor` on, and take what is wrong out of the offer; see `scrub.py`.
 
         Each step of the iterator does I/O for about 1 MiB or one block; whoever iterates sets the pace, and may leave at any step.
         Args: max_bytes: stop after so many payload bytes; 0 for no limit.
         Raises: InvalidArgumentError: `cursor` was given by no step; at once, not when iterated.
         """
+        begin = parse_cursor(cursor)
+        # What lies before the next id may have been reclaimed since; what lies behind it nobody has come to.
+        end = max([self._next_segment_id, *(segment.segment_id + 1 for segment in self._segments.all())])
+        if begin > (end, 0):
+            raise InvalidArgumentError(f"cursor is {begin}, which no scrub has given: there was never a segment {end}")
         digests: dict[int, bytes] = {n.namespace_id: digest for digest, n in self._catalog.namespaces.items()}
         scrubber = Scrubber(
             self._segments,
@@ -879,17 +901,24 @@ class LocalStore:
             ),
             live_bytes=lambda segment: self._census.total([segment]).bytes,
             condemn=lambda segment, slots: self._on_writer(lambda: self._condemn(segment, slots)),
+            suspect=self._suspect,
             digest=lambda namespace_id: digests.get(namespace_id, b""),
         )
-        return scrubber.steps(parse_cursor(cursor), max_bytes)
+        return scrubber.steps(begin, max_bytes)
 
     def _condemn(self, segment: Segment, slots: Sequence[int]) -> set[int]:
         """Flag damaged blocks; on the writer thread, as in `_delete`. Returns those that were still offered."""
-        if segment.state == fmt.STATE_RETIRED:
-            return set()
-        offered = [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
+        offered = _unflagged(segment, slots)
         segment.flag(np.array(offered, dtype=np.int64), fmt.FLAG_DELETED)
         self.counters.add(blocks_corrupt=len(offered))
+        return set(offered)
+
+    def _suspect(self, segment: Segment, slots: Sequence[int]) -> set[int]:
+        """Do not offer blocks for a while that the disk does not give, as a get does. Returns those that no flag had ended."""
+        offered = _unflagged(segment, slots)
+        for slot in offered:
+            segment.suspect(slot)
+        self.counters.add(blocks_unreadable=len(offered))
         return set(offered)
 
     def invariants(self) -> InvariantReport:
@@ -1064,8 +1093,10 @@ class LocalStore:
         return live_mask(segment, self._rules, self._clock.now_s())
 
     def _correct_index(self, namespace_id: int, chain: bytes, block: int, addr: BlockAddr) -> None:
+        self._drop_entry(block_keys(namespace_id, chain, block, 1)[0], addr)
+
+    def _drop_entry(self, key: bytes, addr: BlockAddr) -> None:
         """An index entry was found to name another block's slot, or none: it goes, so that no match meets it again."""
-        key = block_keys(namespace_id, chain, block, 1)[0]
         with contextlib.suppress(StorageError):  # the store is being closed
             self._writer.call(lambda: self._index.commit({}, [(key, addr)]))
 
@@ -1134,6 +1165,12 @@ def _quotas(
 
 def _count(where: slice | NDArray[np.intp]) -> int:
     return where.stop - where.start if isinstance(where, slice) else len(where)
+
+
+def _unflagged(segment: Segment, slots: Sequence[int]) -> list[int]:
+    if segment.state == fmt.STATE_RETIRED:
+        return []
+    return [slot for slot in slots if not segment.uses[slot, fmt.USE_FLAGS]]
 
 
 def _as_array(addrs: Sequence[BlockAddr]) -> NDArray[np.void]:

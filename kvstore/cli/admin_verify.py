@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from kvstore.cli.admin_client import Session
 
 _ROWS_SHOWN = 50  # of damaged blocks in a table; JSON has them all
+_IO_ERROR = "IO_ERROR"  # the reason of a block that is not damaged but cannot be read; see admin.proto
 _INVARIANTS_SHARE = 0.02  # of the bar, for the check at the end
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedBlock:
-    """A block that was found damaged, and is not offered any more."""
+    """A block that was found damaged, and is not offered any more; or one that cannot be read, and is not offered for a minute."""
 
     namespace: bytes | None  # None, like the hash, when the row that named it is damaged, too
     prefix_hash: bytes | None
@@ -83,6 +84,7 @@ class Verification(Result):
     bytes_total: int
     elapsed_s: float
     damaged: Sequence[DamagedBlock]
+    unreadable_blocks: Sequence[DamagedBlock]
     unreadable: Sequence[UnreadableSegment]
     invariants: Invariants | None  # None: it was not come to
 
@@ -94,6 +96,7 @@ class Verification(Result):
                 ("segments", f"{self.segments_done:,} of {self.segments_total:,}"),
                 ("time", f"{self.elapsed_s:.1f} s"),
                 ("damaged blocks", len(self.damaged)),
+                ("unreadable blocks", len(self.unreadable_blocks)),
                 ("unreadable segments", len(self.unreadable)),
                 (
                     "store against itself",
@@ -101,15 +104,18 @@ class Verification(Result):
                 ),
             ]
         )
-        if self.damaged:
-            rows: list[Sequence[Cell]] = [_cells(block) for block in self.damaged[:_ROWS_SHOWN]]
+        bad = [*self.damaged, *self.unreadable_blocks]
+        if bad:
+            rows: list[Sequence[Cell]] = [_cells(block) for block in bad[:_ROWS_SHOWN]]
             yield Listing(("namespace", "prefix hash", "segment", "slot", "reason"), rows)
-        if len(self.damaged) > _ROWS_SHOWN:
-            yield Sentence(f"and {len(self.damaged) - _ROWS_SHOWN:,} more, which -o json shows")
+        if len(bad) > _ROWS_SHOWN:
+            yield Sentence(f"and {len(bad) - _ROWS_SHOWN:,} more, which -o json shows")
         for segment in self.unreadable:
             yield Sentence(f"segment {segment.segment_id} cannot be read: {segment.detail}")
         for violation in self.invariants.violations if self.invariants else ():
             yield Sentence(f"violated: {violation}")
+        if self.finished and not self.blocks_checked:
+            yield Sentence("0 blocks checked: there are none from there on that are still offered")
         if self.resume is not None:
             yield Sentence(f"not finished; continue with: kvstore-admin verify --from {self.resume}")
 
@@ -118,6 +124,7 @@ class Verification(Result):
         violations = self.invariants.violation_count if self.invariants else 0
         found = [
             _count(len(self.damaged), "damaged block"),
+            _count(len(self.unreadable_blocks), "unreadable block"),
             _count(len(self.unreadable), "unreadable segment"),
             _count(violations, "violated invariant"),
         ]
@@ -129,6 +136,7 @@ class Verification(Result):
                 reason="CORRUPTION_FOUND",
                 exit_code=ExitCode.CORRUPTION,
                 fix="check the disk; damaged blocks are misses from now on and need nothing else"
+                + ("; unreadable ones are offered again after a minute" if self.unreadable_blocks else "")
                 + ("; report violated invariants, they are a defect" if violations else ""),
             )
         if self.stopped is None:
@@ -159,10 +167,13 @@ def verify(
 ) -> Verification:
     """Read every block that is still offered, take damaged ones out of the offer, and check the store against itself.
 
+    What the disk does not give is not known to be damaged: it is told, and not offered for a minute.
+
     The server goes on serving. Segments are read oldest first; what is stored meanwhile waits for the next run. Progress and what
     is found go to stderr, the result to stdout. Interrupted, cut off or stopped by a limit, it prints the cursor that continues.
 
-    Exits 9 when a block is damaged, a segment unreadable, or the store does not agree with itself; a limit reached is no error.
+    Exits 9 when a block is damaged, a block or segment unreadable, or the store does not agree with itself; a limit reached is
+    no error.
 
     RPC: Admin.Verify. Example: kvstore-admin verify --rate 500MiB
     """
@@ -211,14 +222,16 @@ class _Scrub:
         self._last = admin_pb2.VerifyResponse(cursor=begin)
         self._started_s = time.monotonic()
         self._damaged: list[DamagedBlock] = []
+        self._unreadable_blocks: list[DamagedBlock] = []
         self._unreadable: list[UnreadableSegment] = []
 
     def add(self, answer: admin_pb2.VerifyResponse, show: ProgressShow) -> None:
         """Take an answer in and show it."""
         self.began, self._last = True, answer
         for block in answer.damaged:
-            self._damaged.append(_damaged(block))
-            show.note(f"damaged: {_words(self._damaged[-1])}")
+            bad, unreadable = _damaged(block), block.reason == _IO_ERROR
+            (self._unreadable_blocks if unreadable else self._damaged).append(bad)
+            show.note(f"{'unreadable' if unreadable else 'damaged'}: {_words(bad)}")
         for segment in answer.unreadable:
             self._unreadable.append(UnreadableSegment(segment.segment_id, segment.detail))
             show.note(f"unreadable: segment {segment.segment_id}: {segment.detail}")
@@ -231,6 +244,7 @@ class _Scrub:
         return (
             f"{last.segments_done:,} of {last.segments_total:,} segments, {format_bytes(last.bytes_done)} of "
             f"{format_bytes(last.bytes_total)}, {last.blocks_checked:,} blocks, {len(self._damaged):,} damaged"
+            + (f", {len(self._unreadable_blocks):,} unreadable" if self._unreadable_blocks else "")
         )
 
     def result(self, stopped: Stop | None) -> Verification:
@@ -248,6 +262,7 @@ class _Scrub:
             bytes_total=last.bytes_total,
             elapsed_s=round(time.monotonic() - self._started_s, 3),
             damaged=self._damaged,
+            unreadable_blocks=self._unreadable_blocks,
             unreadable=self._unreadable,
             invariants=invariants_of(last.invariants) if complete else None,
         )

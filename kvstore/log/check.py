@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvstore.log.segment import Segment
 
-# Why a block is damaged; stable names, printed by the commands.
+# Why a block is damaged, or for `IO_ERROR` not known to be whole; stable names, printed by the commands.
 ROW_DAMAGED = "ROW_DAMAGED"
 BAD_CHECKSUM = "BAD_CHECKSUM"
 TRUNCATED = "TRUNCATED"
@@ -30,8 +30,9 @@ IO_ERROR = "IO_ERROR"
 
 _ROWS_PER_STEP = 256  # their crcs hold the interpreter's lock for about 0.4 ms
 _BYTES_PER_STEP = 1 << 20
-# So many failed reads in a row are the disk's trouble and not the blocks': the segment is left alone, because condemning all of
-# it for a cable that somebody is plugging in again would cost a cache that is whole.
+_OFFSET_END = 1 << 62  # no read takes an offset of 2^63 or more
+# So many failed reads in a row are the disk's trouble and not the blocks': the segment is left alone, because each may take a
+# disk that is in trouble half a minute.
 _FAILED_READS_MAX = 8
 
 
@@ -50,7 +51,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A block that is not what was stored."""
+    """A block that is not what was stored, or one that the disk does not give."""
 
     slot: int
     reason: str
@@ -71,7 +72,7 @@ def check_blocks(segment: Segment, first_slot: int, alive: Alive) -> Iterator[Ch
     """Read the blocks from `first_slot` on that are still offered, about 1 MiB a step.
 
     Blocks that were flagged, have expired or whose namespace is dropped are passed over: nobody will get them.
-    Raises: OSError: the row table cannot be read, or block after block cannot.
+    Raises: OSError: the row table cannot be read, or block after block cannot, the last of which were told.
     """
     reader = _PayloadReader(segment)
     while first_slot < segment.slot_count:
@@ -85,6 +86,8 @@ def check_blocks(segment: Segment, first_slot: int, alive: Alive) -> Iterator[Ch
         yield Checked(first_slot, len(damaged), 0, damaged)
         for run in _runs(rows, np.flatnonzero(wanted & whole).tolist()):
             yield reader.check(first_slot, rows, run)
+            if reader.gave_up:
+                raise OSError(errno.EIO, reader.gave_up)
         first_slot += count
         yield Checked(first_slot, 0, 0, [])
 
@@ -92,7 +95,8 @@ def check_blocks(segment: Segment, first_slot: int, alive: Alive) -> Iterator[Ch
 def whole_rows(segment: Segment, rows: NDArray[np.void], first_slot: int) -> NDArray[np.bool_]:
     """Which rows are whole, belong where they stand, and name a place where a payload can be."""
     whole = fmt.valid_rows(rows, segment.segment_id, first_slot)
-    whole &= (rows["offset_bytes"] >= segment.layout.payload_offset) & (rows["length_bytes"] <= MAX_BLOCK_BYTES)
+    whole &= (rows["offset_bytes"] >= segment.layout.payload_offset) & (rows["offset_bytes"] < _OFFSET_END)
+    whole &= rows["length_bytes"] <= MAX_BLOCK_BYTES
     return whole
 
 
@@ -127,20 +131,35 @@ class _PayloadReader:
         self._segment = segment
         self._buffer = memoryview(b"")
         self._failed_reads = 0  # in a row
+        self.gave_up = ""  # why, once block after block could not be read
 
     def check(self, first_slot: int, rows: NDArray[np.void], run: Sequence[int]) -> Checked:
-        """Check the payloads of the rows at `run`. Raises: OSError: block after block cannot be read."""
+        """Check the payloads of the rows at `run`, or of the first of them if the reader gives up."""
         begin = int(rows["offset_bytes"][run[0]])
         try:
             damaged = self._check(first_slot, rows, run, begin)
         except OSError as error:
-            if len(run) == 1:
-                damaged = [self._unreadable(first_slot + run[0], rows[run[0]], error)]
-            else:
-                # One bad sector must not cost its neighbours.
-                damaged = [d for position in run for d in self.check(first_slot, rows, [position]).damaged]
-        size = sum(int(rows["length_bytes"][position]) for position in run)
-        return Checked(first_slot + run[-1] + 1, len(run), size, damaged)
+            if len(run) > 1:
+                return self._check_one_by_one(first_slot, rows, run)
+            self._note_failure(error)
+            damaged = [Damage(first_slot + run[0], IO_ERROR, rows[run[0]])]
+        return _checked(first_slot, rows, run, damaged)
+
+    def _check_one_by_one(self, first_slot: int, rows: NDArray[np.void], run: Sequence[int]) -> Checked:
+        """One bad sector must not cost its neighbours."""
+        done: list[int] = []
+        damaged: list[Damage] = []
+        for position in run:
+            damaged += self.check(first_slot, rows, [position]).damaged
+            done.append(position)
+            if self.gave_up:
+                break
+        return _checked(first_slot, rows, done, damaged)
+
+    def _note_failure(self, error: OSError) -> None:
+        self._failed_reads += 1
+        if self._failed_reads >= _FAILED_READS_MAX:
+            self.gave_up = f"{self._failed_reads} reads in a row failed, the last with: {error}"
 
     def _check(self, first_slot: int, rows: NDArray[np.void], run: Sequence[int], begin: int) -> list[Damage]:
         last = rows[run[-1]]
@@ -158,13 +177,12 @@ class _PayloadReader:
                 damaged.append(Damage(first_slot + position, BAD_CHECKSUM, row))
         return damaged
 
-    def _unreadable(self, slot: int, row: np.void, error: OSError) -> Damage:
-        self._failed_reads += 1
-        if self._failed_reads >= _FAILED_READS_MAX:
-            raise OSError(errno.EIO, f"{self._failed_reads} reads in a row failed, the last with: {error}") from error
-        return Damage(slot, IO_ERROR, row)
-
     def _room(self, size_bytes: int) -> memoryview:
         if len(self._buffer) < size_bytes:
             self._buffer = memoryview(bytearray(max(size_bytes, _BYTES_PER_STEP)))
         return self._buffer[:size_bytes]
+
+
+def _checked(first_slot: int, rows: NDArray[np.void], run: Sequence[int], damaged: Sequence[Damage]) -> Checked:
+    size = sum(int(rows["length_bytes"][position]) for position in run)
+    return Checked(first_slot + run[-1] + 1, len(run), size, damaged)

@@ -1,4 +1,4 @@
-"""Reading blocks: rows are checked against the names asked for, bytes against their checksums; what fails is a miss."""
+"""Reading blocks: rows are checked against their crcs and names, bytes against their checksums; what fails is a miss."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.log import format as fmt
+from kvstore.log.check import whole_rows
 from kvstore.types import BlockAddr, Miss, ReadFrame
 from kvstore_api.checksum import block_checksum
 from kvstore_api.framing import MessageBuffer
@@ -171,7 +172,7 @@ class BlockReader:
         slot = run.slot + position
         if run.segment.uses[slot, fmt.USE_FLAGS] & fmt.FLAG_DELETED:
             return "NOT_FOUND"
-        if not fmt.valid_rows(rows[position : position + 1], run.segment.segment_id, slot)[0]:
+        if not whole_rows(run.segment, rows[position : position + 1], slot)[0]:
             run.segment.flag(np.array([slot]), fmt.FLAG_DELETED)
             self._counters.add(blocks_corrupt=1)
             return "CORRUPT"
@@ -183,7 +184,7 @@ class BlockReader:
     def _rightly_named(self, request: ReadRequest, run: _Run, rows: NDArray[np.void]) -> NDArray[np.bool_]:
         first = request.first_block + run.index
         hashes = np.frombuffer(request.chain, dtype="V32")[first : first + run.count]
-        named: NDArray[np.bool_] = rows["magic"] == fmt.ROW_MAGIC
+        named = whole_rows(run.segment, rows, run.slot)  # before anything else that a row says is believed
         named &= (rows["namespace_id"] == request.namespace_id) & (rows["kind"] == fmt.KIND_BLOCK)
         named &= (rows["prefix_hash"] == hashes) & (rows["length_bytes"] == request.block_bytes)
         named &= (run.segment.uses[run.slot : run.slot + run.count, 0] & fmt.FLAG_DELETED) == 0

@@ -383,23 +383,45 @@ class LogWriter:
     def _make_findable(self, written: list[_Pending]) -> None:
         if not written:
             return
-        for item in written:
-            # First, as in a move: a process that dies in between must not leave two places of a block.
-            self._supersede(item.replaced)
+        # First, as in a move: a process that dies in between must not leave two places of a block.
+        superseded = self._supersede(written)
         try:
             self._index.commit({item.new.key: item.addr for item in written if item.addr is not None})
         except KvStoreError as error:
+            self.take_back(superseded)
             for item in written:
                 self.flag(item.addr, fmt.FLAG_DELETED)
                 item.addr, item.error = None, error
             return
+        # Counted here, because their segments will not count them any more. One that is only suspected has not expired: the disk
+        # did not give it when it was read, and it was counted then.
+        expired = [slot for segment, slot in superseded if not segment.suspected(np.array([slot]))]
+        self._counters.add(blocks_expired=len(expired))
 
-    def _supersede(self, addr: BlockAddr | None) -> None:
-        """An older copy that no flag had ended has expired; counted here, because its segment will not count it any more."""
-        segment = self._segments.get(addr.segment_id) if addr is not None else None
-        if segment is not None and addr is not None and addr.slot < segment.header.row_capacity:
-            self._counters.add(blocks_expired=int(segment.uses[addr.slot, 0] == 0))
-            segment.flag(np.array([addr.slot]), fmt.FLAG_EVICTED)
+    def _supersede(self, written: list[_Pending]) -> list[tuple[Segment, int]]:
+        """Flag the older copies; returns those that no flag had ended, which have expired or are suspected."""
+        superseded = []
+        for addr in [item.replaced for item in written if item.replaced is not None]:
+            segment = self._segments.get(addr.segment_id)
+            # A damaged index may name a slot that no segment has.
+            if segment is not None and addr.slot < segment.header.row_capacity:
+                if not segment.uses[addr.slot, fmt.USE_FLAGS]:
+                    superseded.append((segment, addr.slot))
+                segment.flag(np.array([addr.slot]), fmt.FLAG_EVICTED)
+        return superseded
+
+    def take_back(self, places: Sequence[tuple[Segment, int]]) -> None:
+        """Places that were flagged for new ones stay what they were, because the index did not take those.
+
+        Durably, and before the new ones are flagged: a power loss must leave one of them.
+        """
+        for segment, slot in places:
+            segment.take_back(np.array([slot]), fmt.FLAG_EVICTED)
+        for segment in {segment for segment, _ in places} if self._durable else ():
+            try:
+                segment.sync()
+            except OSError as error:
+                _log.warning("segment %d cannot be synced: a power loss may take blocks: %s", segment.segment_id, error)
 
     def flag(self, addr: BlockAddr | None, flags: int) -> None:
         """Flag a slot, if there is one."""

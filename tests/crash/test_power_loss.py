@@ -7,6 +7,7 @@ import pytest
 from faults import PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
+from kvstore.errors import StoreFullError
 from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
@@ -95,6 +96,62 @@ def test_a_block_stored_again_in_an_older_segment_survives_although_its_expired_
         store = stop(store, device, power=True, clock=clock, classes=classes)
         assert store.match(namespace, chain).hit_length_blocks == 1, f"an acknowledged block is lost; {device}"
         assert_whole(store, namespace, chain)
+        store.close()
+
+
+def test_a_copy_that_a_refused_put_was_to_replace_survives_although_its_flag_reached_the_disk(tmp_path):
+    """The old copy was only suspected. Its flag is written back on its own before the put is refused and the flag taken back."""
+    for seed in range(20):
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        chain = chain_of(namespace, 1, 4)
+        put(store, namespace, chain)
+        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        (old,) = store._segments.all()
+        device.fail_read = True
+        get(store, namespace, chain)
+        device.fail_read = False
+
+        def refuse(put_, remove=(), old=old):
+            old.sync()
+            raise StoreFullError("injected: no room for the index")
+
+        store._index.commit = refuse
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.REJECTED}
+        store = stop(store, device, power=True)
+        assert store.match(namespace, chain).hit_length_blocks == 4, f"an acknowledged block is lost; {device}"
+        assert_whole(store, namespace, chain)
+        store.close()
+
+
+def test_a_block_whose_move_the_index_refused_survives_although_its_flag_reached_the_disk(tmp_path):
+    """The flag is written back on its own before the move is given up and the flag taken back."""
+    for seed in range(20):
+        device = PowerLossDevice(tmp_path / str(seed), seed)
+        store = open_durable(device.root, device)
+        namespace = store.register_namespace(spec(4000))
+        kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
+        put(store, namespace, kept)
+        put(store, namespace, dead)
+        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        put(store, namespace, chain_of(namespace, 3, 1))
+        store.delete(namespace, dead, 0, 4)
+        old, refused = store._segments.all()[0], []
+
+        def refuse(put_, remove=(), old=old, refused=refused):
+            if put_:
+                refused.append(put_)
+                old.sync()
+                raise StoreFullError("injected: no room for the index")
+            return 0
+
+        store._index.commit = refuse
+        with pytest.raises(StoreFullError):
+            store.sweep()
+        assert refused, "it did not come to a move"
+        store = stop(store, device, power=True)
+        assert_whole(store, namespace, kept)
         store.close()
 
 

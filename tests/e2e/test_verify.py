@@ -64,7 +64,7 @@ class TestVerify:
             assert (result["blocks_checked"], result["bytes_done"]) == (BLOCKS, BLOCKS * BLOCK_BYTES)
             assert result["bytes_total"] == result["bytes_done"]
             assert result["segments_done"] == result["segments_total"] == 1
-            assert (result["damaged"], result["unreadable"]) == ([], [])
+            assert (result["damaged"], result["unreadable_blocks"], result["unreadable"]) == ([], [], [])
             assert result["invariants"]["violation_count"] == 0
             assert result["invariants"]["live_blocks"] == result["invariants"]["index_entries"] == BLOCKS
             assert re.fullmatch(r"verify: 100%, 1 of 1 segments, .* 600 blocks, 0 damaged\n", ran.err)
@@ -143,6 +143,18 @@ class TestVerify:
             table = run(server, "verify", "--max-bytes", "1MiB")
             assert table.code == 0
             assert f"kvstore-admin verify --from {re.search(r'--from (1:256)', table.out)[1]}" in table.out
+
+    def test_a_cursor_with_nothing_behind_it_says_so(self, tmp_path: Path):
+        with running_server(tmp_path / "data") as server, connected(server) as client:
+            fill(client, "m", 20)
+            ran = run(server, "verify", "--from", "99:99")
+            assert (ran.code, ran.out) == (2, "")
+            assert "99:99" in ran.err
+            assert "never a segment 2" in ran.err
+            ran = run(server, "verify", "--from", "2:0")
+            assert ran.code == 0
+            assert "0 blocks checked: there are none from there on that are still offered" in ran.out
+            assert verify(server, "--from", "2:0").json["blocks_checked"] == 0
 
     def test_the_rate_is_kept_and_the_time_limit_ends_it(self, tmp_path: Path):
         with running_server(tmp_path / "data") as server, connected(server) as client:

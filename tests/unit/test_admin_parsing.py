@@ -32,8 +32,11 @@ from kvstore.cli.admin_values import (
     parse_hex_prefix,
     parse_share,
 )
+from kvstore.cli.admin_verify import _Scrub
 from kvstore.cli.output import Digest, Facts, Listing, OutputFormat, Result, Section, Sentence, emit, printable, to_json
+from kvstore.cli.progress import progress_show
 from kvstore_api.namespace import KvGroupKind
+from kvstore_api.v1 import admin_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -364,3 +367,32 @@ def test_the_admin_command_loads_neither_the_store_nor_a_server():
 
 def test_times_in_json_are_utc_even_without_milliseconds():
     assert to_json(datetime(2026, 1, 2, tzinfo=UTC)) == "2026-01-02T00:00:00.000Z"
+
+
+def verification(*reasons: str):
+    scrub = _Scrub("")
+    blocks = [admin_pb2.DamagedBlock(segment_id=1, slot=slot, reason=reason) for slot, reason in enumerate(reasons)]
+    answer = admin_pb2.VerifyResponse(cursor="2:0", blocks_checked=20, damaged=blocks, finished=True)
+    answer.invariants.SetInParent()
+    with progress_show("verify") as show:
+        scrub.add(answer, show)
+    return scrub.result(None)
+
+
+class TestVerification:
+    def test_a_block_that_cannot_be_read_is_told_apart_from_a_damaged_one(self, capsys):
+        result = verification("BAD_CHECKSUM", "IO_ERROR", "IO_ERROR")
+        err = capsys.readouterr().err
+        assert "damaged: a block whose row is damaged, too, segment 1 slot 0: BAD_CHECKSUM" in err
+        assert "unreadable: a block" in err
+        assert [(block.slot, block.reason) for block in result.damaged] == [(0, "BAD_CHECKSUM")]
+        assert [block.slot for block in result.unreadable_blocks] == [1, 2]
+        complaint = result.complaint()
+        assert complaint.exit_code == ExitCode.CORRUPTION
+        assert complaint.message == "found 1 damaged block, 2 unreadable blocks"
+
+    def test_unreadable_blocks_alone_are_a_complaint(self):
+        complaint = verification("IO_ERROR").complaint()
+        assert (complaint.exit_code, complaint.message) == (ExitCode.CORRUPTION, "found 1 unreadable block")
+        assert "offered again after a minute" in complaint.fix
+        assert verification().complaint() is None

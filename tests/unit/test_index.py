@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.clock import ManualClock
 from kvstore.errors import StorageError
 from kvstore.index import BlockIndex, anchor_of, block_keys
 from kvstore.index_file import open_environment
 from kvstore.log.device import FileDevice
-from kvstore.types import BlockAddr, SegmentId
-from stores import open_store
+from kvstore.types import BlockAddr, PutStatus, SegmentId
+from stores import assert_whole, chain_of, du_bytes, open_store, put, spec
 
 TESTS = Path(__file__).parent.parent
 
@@ -122,6 +124,60 @@ def test_a_reader_held_for_long_stops_no_work_and_its_pages_come_back(index, tmp
     for _ in range(400):
         index.commit(entries(0, 1000))
     assert index.used_bytes() <= held + (1 << 18)
+
+
+def test_files_that_are_gone_count_nothing(index, tmp_path, monkeypatch):
+    directory = tmp_path / "index"
+    whole = index.used_bytes()
+    assert whole == sum(path.stat().st_blocks * 512 for path in directory.iterdir()) > 0
+    scratch = directory / "damaged.new"
+    scratch.write_bytes(bytes(4096))
+    listed, iterdir = [], Path.iterdir
+
+    def list_and_finish(path):
+        listed.extend(iterdir(path))
+        scratch.unlink()  # by the thread that has made it into `damaged`
+        return iter(listed)
+
+    monkeypatch.setattr(Path, "iterdir", list_and_finish)
+    assert index.used_bytes() == whole
+    assert scratch in listed
+    monkeypatch.undo()
+    shutil.rmtree(directory)
+    assert index.used_bytes() == 0
+
+
+@pytest.mark.parametrize("ends", ["in order", "killed"])
+def test_a_server_whose_index_is_deleted_under_it_goes_on_and_the_next_start_rebuilds_it(tmp_path, ends):
+    path, clock = tmp_path / "data", ManualClock()
+    store = open_store(path, clock)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, number, 20) for number in range(4)]
+    put(store, namespace, chains[0])
+    shutil.rmtree(path / "index")
+    for chain in chains[1:]:
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.STORED}
+    assert store.delete(namespace, chains[3], 0, 20) == 20
+    store.sweep()
+    store._on_writer(store._tick)
+    assert store.status().used_bytes == du_bytes(path)
+    assert store.invariants().violations == ()
+    for chain in chains[:3]:
+        assert_whole(store, namespace, chain)
+    if ends == "in order":
+        store.close()
+    else:
+        store._writer.close()
+        store._index._env.close()
+        store._segments.release()
+        store._data_dir.close()
+    store = open_store(path, clock)
+    assert store._index.found.why == "it is not there"
+    for chain in chains[:3]:
+        assert store.match(namespace, chain).hit_length_blocks == 20
+        assert_whole(store, namespace, chain)
+    assert store.match(namespace, chains[3]).hit_length_blocks == 0
+    store.close()
 
 
 def test_opened_twice_is_an_error_and_not_a_signal(index, tmp_path):

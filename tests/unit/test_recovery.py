@@ -25,6 +25,7 @@ from kvstore.errors import (
     ForeignSegmentError,
     FormatVersionError,
     StorageError,
+    StoreFullError,
 )
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
@@ -32,7 +33,7 @@ from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.store import LocalStore
 from kvstore.types import EvictSelection, PutStatus
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, put_block, spec
 
 
 @pytest.fixture
@@ -50,6 +51,10 @@ def filled(tmp_path, clock):
         put(store, namespace, chain)
     store.close()
     return tmp_path, namespace, chains
+
+
+class DiedError(BaseException):
+    """What stands for the end of the process."""
 
 
 def crash(store):
@@ -109,7 +114,7 @@ def test_an_index_cut_short_after_a_crash_is_rebuilt_and_not_a_signal(filled, cl
 DAMAGED_INDEX_CHILD = """
 import sys
 from pathlib import Path
-from stores import chain_of, get, open_store, payload, put, spec
+from stores import chain_of, get, open_store, payload, put, put_block, spec
 from kvstore.clock import ManualClock
 store = open_store(Path(sys.argv[1]), ManualClock(), capacity=16 << 20)
 namespace = store.register_namespace(spec())
@@ -415,9 +420,6 @@ def test_segments_are_a_share_of_a_small_capacity():
 def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_it_was(tmp_path, clock):
     """The process dies right after the index has learnt the new place; later the block is deleted, and later the index lost."""
 
-    class DiedError(BaseException):
-        pass
-
     store = open_store(tmp_path, clock)
     namespace = store.register_namespace(spec())
     kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
@@ -453,9 +455,6 @@ def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_
 
 def test_a_kill_between_a_moves_flags_and_its_commit_loses_nothing_whichever_segment_is_older(tmp_path, clock):
     """The copies may lie in a segment that was opened before the one they come from."""
-
-    class DiedError(BaseException):
-        pass
 
     def start():
         store = open_store(tmp_path, clock, capacity=512 << 10, segment_size=32 << 10)
@@ -730,4 +729,109 @@ def test_the_expired_copy_of_a_block_stored_again_is_flagged_before_the_index_le
     put(store, namespace, chain)
     assert flags[0] == [fmt.FLAG_EVICTED] * 3
     assert_whole(store, namespace, chain)
+    store.close()
+
+
+def suspected_copy(store, device):
+    """A block stored, in a sealed segment that the disk has just refused to give."""
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    device.fail_read = True
+    assert set(get(store, namespace, chain)[1].values()) == {"IO_ERROR"}
+    device.fail_read = False
+    return namespace, chain, store._segments.all()[0]
+
+
+def test_a_put_that_the_index_refuses_costs_no_older_copy_that_was_only_suspected(tmp_path, clock):
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+    namespace, chain, old = suspected_copy(store, device)
+    commit = store._index.commit
+
+    def refuse(put_, remove=()):
+        raise StoreFullError("injected: no room for the index")
+
+    before = store.counters.snapshot()
+    store._index.commit = refuse
+    assert {result.status for result in put(store, namespace, chain)} == {PutStatus.REJECTED}
+    store._index.commit = commit
+    after = store.counters.snapshot()
+    assert after["blocks_expired"] == before["blocks_expired"]
+    assert after["blocks_evicted"] == before["blocks_evicted"]
+    old.suspects = {}  # as after a minute
+    assert store.match(namespace, chain).hit_length_blocks == 3
+    assert_whole(store, namespace, chain)
+    store.close()
+    reopen_and_check(tmp_path, clock, namespace, [chain])
+
+
+def test_a_refused_put_leaves_an_expired_copy_as_it_was_and_it_is_counted_once(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    clock.advance(4 * 86_400)
+    commit = store._index.commit
+
+    def refuse(put_, remove=()):
+        raise StoreFullError("injected: no room for the index")
+
+    store._index.commit = refuse
+    put(store, namespace, chain)
+    store._index.commit = commit
+    assert store.counters.snapshot()["blocks_expired"] == 0
+    assert store.match(namespace, chain).hit_length_blocks == 0
+    assert {result.status for result in put(store, namespace, chain)} == {PutStatus.STORED}
+    store.sweep()
+    assert store.counters.snapshot()["blocks_expired"] == 3
+    assert_whole(store, namespace, chain)
+    store.close()
+
+
+@pytest.mark.parametrize("dies", ["before the commit", "after the commit", "not"])
+def test_a_suspected_copy_and_the_one_stored_for_it_never_both_live(tmp_path, clock, dies):
+    """Wherever the process ends: the block is there, and a delete ends it for good, even if the index is rebuilt after it."""
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+    namespace, chain, old = suspected_copy(store, device)
+    before = store.counters.snapshot()
+    commit, states = store._index.commit, {}
+
+    def commit_and_die(put_, remove=()):
+        if dies == "after the commit":
+            commit(put_, remove)
+        states.update({segment: segment.state for segment in store._segments.all()})
+        raise DiedError
+
+    if dies == "not":
+        assert {result.status for result in put(store, namespace, chain)} == {PutStatus.STORED}
+        after = store.counters.snapshot()
+        assert {name for name in after if after[name] != before[name]} == {
+            "blocks_stored",
+            "bytes_stored",
+            "bytes_written",
+        }
+    else:
+        store._index.commit = commit_and_die
+        jobs = []
+        store._writer.submit = lambda job: jobs.append(job) or True
+        store.submit_put(namespace, chain, [put_block(chain, block) for block in range(3)])
+        with pytest.raises(DiedError):
+            store._writer._write_and_commit(jobs)
+        assert old.state == fmt.STATE_SEALED
+        store._index.commit = commit
+        crash(store)
+        for segment, state in states.items():
+            segment.state = state
+        store = open_store(tmp_path, clock)
+    assert_whole(store, namespace, chain)
+    assert store.invariants().violations == ()
+    assert store.delete(namespace, chain, 0, 3) == 3
+    store.close()
+    shutil.rmtree(tmp_path / "index")
+    store = open_store(tmp_path, clock)
+    assert store.match(namespace, chain).hit_length_blocks == 0, "a deleted block is back"
+    assert get(store, namespace, chain)[0] == {}
     store.close()

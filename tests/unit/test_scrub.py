@@ -215,7 +215,9 @@ def test_a_segment_that_cannot_be_read_is_told_and_the_walk_goes_on(store, names
     assert_whole(store, namespace, chain)  # it was not condemned for a disk that comes back
 
 
-def test_one_bad_sector_costs_its_block_and_not_its_neighbours(store, namespace, chain, device):
+def test_one_bad_sector_is_told_and_costs_its_block_for_a_minute_and_its_neighbours_nothing(
+    store, namespace, chain, device
+):
     segment, slot, row = row_of(store, chain, 5)
     bad, read = int(row["offset_bytes"]), device.read
 
@@ -226,18 +228,62 @@ def test_one_bad_sector_costs_its_block_and_not_its_neighbours(store, namespace,
         return read(descriptor, buffers, offset_bytes)
 
     device.read = fail
+    for _ in range(2):  # it is found again, until it can be read
+        steps = walk(store)
+        assert found(steps) == [(segment.segment_id, slot, "IO_ERROR")]
+        (told,) = [block for step in steps for block in step.damaged]
+        assert (told.namespace, told.prefix_hash) == (namespace.digest, chain[5])
+        assert steps[-1].blocks_checked == BLOCKS
+        assert store.match(namespace, chain).hit_length_blocks == 5
+    counters = store.counters.snapshot()
+    assert (counters["blocks_unreadable"], counters["blocks_corrupt"]) == (2, 0)
+    device.read = read
+    assert found(walk(store)) == []
+    segment.suspects = {}  # as after a minute
+    assert_whole(store, namespace, chain)
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK_BYTES, 200_000, 1 << 20, (2 << 20) + 5])
+def test_an_outage_of_the_disk_condemns_nothing(tmp_path, clock, device, block_bytes):
+    """However few blocks share a read: what was not read is not known to be damaged."""
+    store = open_store(tmp_path, clock, capacity=512 << 20, device=device)
+    namespace = store.register_namespace(spec(block_bytes))
+    chain = chain_of(namespace, 1, 40)
+    put(store, namespace, chain)
+    read, payload_offset = device.read, store._segments.all()[0].layout.payload_offset
+
+    def fail(descriptor, buffers, offset_bytes):
+        if offset_bytes >= payload_offset:
+            raise OSError(errno.EIO, "injected: the disk is away")
+        return read(descriptor, buffers, offset_bytes)
+
+    device.read = fail
     steps = walk(store)
-    assert found(steps) == [(segment.segment_id, slot, "IO_ERROR")]
-    assert steps[-1].blocks_checked == BLOCKS
-    assert store.match(namespace, chain).hit_length_blocks == 5
+    assert [segment.segment_id for step in steps for segment in step.unreadable] == [
+        segment.segment_id for segment in store._segments.all()
+    ]
+    assert steps[-1].finished
+    told = found(steps)
+    assert told
+    assert {reason for _, _, reason in told} == {"IO_ERROR"}
+    counters = store.counters.snapshot()
+    assert (counters["blocks_unreadable"], counters["blocks_corrupt"]) == (len(told), 0)
+    device.read = read
+    assert found(walk(store)) == []
+    for segment in store._segments.all():
+        segment.suspects = {}  # as after a minute
+    assert store.match(namespace, chain).hit_length_blocks == 40
+    assert_whole(store, namespace, chain)
+    store.close()
 
 
 def test_a_segment_whose_payloads_all_fail_is_left_alone_after_a_few(store, chain, device):
     segment = store._segments.all()[1]
-    read = device.read
+    read, reads = device.read, []
 
     def fail(descriptor, buffers, offset_bytes):
         if descriptor == segment._descriptor and offset_bytes >= segment.layout.payload_offset:
+            reads.append(offset_bytes)
             raise OSError(errno.EIO, "injected: read failed")
         return read(descriptor, buffers, offset_bytes)
 
@@ -245,7 +291,7 @@ def test_a_segment_whose_payloads_all_fail_is_left_alone_after_a_few(store, chai
     steps = walk(store)
     assert [told.segment_id for step in steps for told in step.unreadable] == [segment.segment_id]
     assert steps[-1].finished
-    assert len(found(steps)) < 8 < segment.slot_count
+    assert len(found(steps)) < len(reads) <= 9 < segment.slot_count, "a disk that is away is not asked for every block"
 
 
 def test_a_walk_continues_where_it_was_stopped(store, chain):
@@ -339,6 +385,39 @@ def test_a_cursor_that_no_step_gave_is_refused_at_once(store, text):
         store.scrub(text)
     with pytest.raises(InvalidArgumentError, match="17:2048"):
         parse_cursor(text)
+
+
+def test_a_cursor_behind_the_last_segment_there_ever_was_is_refused_at_once(store, chain):
+    last = store._segments.all()[-1]
+    for text in (f"{last.segment_id + 1}:1", f"{last.segment_id + 2}:0", "99:99", "9" * 14 + ":0"):
+        with pytest.raises(InvalidArgumentError, match=f"{text}.*never a segment {last.segment_id + 1}"):
+            store.scrub(text)
+
+
+def test_a_cursor_whose_segments_are_all_reclaimed_ends_in_order_with_nothing_checked(store, namespace, chain):
+    cursor = str(
+        next(step for step in walk(store) if step.cursor.segment_id == store._segments.all()[-1].segment_id).cursor
+    )
+    end = str(walk(store)[-1].cursor)
+    store.delete(namespace, chain, 0, BLOCKS)
+    store.sweep()
+    assert store._segments.all() == []
+    for text in (cursor, end):
+        last = walk(store, text)[-1]
+        assert (last.finished, last.blocks_checked) == (True, 0)
+
+
+def test_a_cursor_from_before_a_restart_goes_on(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    put(store, namespace, chain_of(namespace, 1, 3))
+    end = str(walk(store)[-1].cursor)
+    store.close()
+    store = open_store(tmp_path, clock)
+    assert walk(store, end)[-1].blocks_checked == 0
+    put(store, namespace, chain_of(namespace, 2, 3))
+    assert walk(store, end)[-1].blocks_checked == 3
+    store.close()
 
 
 class TestPace:

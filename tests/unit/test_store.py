@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from faults import FaultyDevice
+from faults import FaultyDevice, flip_bit
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
 from kvstore.errors import (
@@ -21,7 +21,9 @@ from kvstore.errors import (
     StorageError,
     UnknownTrafficClassError,
 )
-from kvstore.index import block_keys
+from kvstore.index import block_keys, state_key
+from kvstore.log import format as fmt
+from kvstore.store import _state_hash
 from kvstore.types import EvictSelection, PutBlock, PutStatus
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
@@ -903,6 +905,91 @@ def test_a_flipped_bit_is_a_miss_is_counted_and_not_offered_again(store, namespa
     assert_whole(store, namespace, chain)
 
 
+@pytest.mark.parametrize("offset_bytes", [0, 1 << 40, 1 << 63, (1 << 64) - 1])
+def test_a_row_that_is_whole_but_leads_nowhere_costs_its_block_and_no_other(store, namespace, offset_bytes):
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    (segment,) = store._segments.all()
+    entry = fmt.Entry.of_row(segment.read_rows(1, 1)[0])
+    with segment.path.open("r+b") as file:
+        file.seek(segment.layout.row_offset(1))
+        file.write(fmt.encode_row(segment.segment_id, 1, offset_bytes, entry))
+    assert get(store, namespace, chain)[1] == {1: "CORRUPT"}
+    assert store.counters.snapshot()["blocks_corrupt"] == 1
+    assert store.match(namespace, chain).hit_length_blocks == 1
+
+
+ROW_BITS = 8 * fmt.ROW_BYTES
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_flipped_bit_anywhere_in_a_row_costs_its_block_and_no_other(tmp_path, clock, leased):
+    store = open_store(tmp_path, clock, capacity=64 << 20)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put(store, namespace, chain)
+    key = block_keys(namespace.namespace_id, chain.data, 1, 1)[0]
+    for bit in range(ROW_BITS):
+        addr = store._index.lookup([key])[key]
+        segment = store._segments.get(addr.segment_id)
+        lease = store.match(namespace, chain).lease if leased else b""
+        flip_bit(segment.path, segment.layout.row_offset(addr.slot) + bit // 8, bit % 8)
+        found, misses = get(store, namespace, chain, lease=lease)
+        assert (found, misses) == ({block: payload(chain[block]) for block in (0, 2)}, {1: "CORRUPT"}), bit
+        assert store.counters.snapshot()["blocks_corrupt"] == bit + 1
+        assert store.match(namespace, chain).hit_length_blocks == 1
+        assert statuses(put(store, namespace, chain)) == [PutStatus.EXISTS, PutStatus.STORED, PutStatus.EXISTS]
+    assert_whole(store, namespace, chain)
+    store.close()
+
+
+def put_state(store, namespace, chain, data):
+    """Store a state object beside the first block, where none may be; returns its index key."""
+    result = store.submit_put_state(namespace, chain[0], "window", data, block_checksum(data, chain[0])).result(60)
+    assert result.status is PutStatus.STORED
+    return state_key(namespace.namespace_id, chain[0], _state_hash(chain[0], "window"))
+
+
+def test_a_flipped_bit_anywhere_in_a_state_objects_row_is_a_miss_and_it_can_be_stored_again(tmp_path, clock, device):
+    store = open_store(tmp_path, clock, capacity=64 << 20, device=device)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 1)
+    read, sizes = device.read, []
+
+    def note_size(descriptor, buffers, offset_bytes):
+        sizes.append(sum(len(buffer) for buffer in buffers))
+        return read(descriptor, buffers, offset_bytes)
+
+    device.read = note_size
+    key = put_state(store, namespace, chain, b"window bytes")
+    for bit in range(ROW_BITS):
+        addr = store._index.lookup([key])[key]
+        segment = store._segments.get(addr.segment_id)
+        flip_bit(segment.path, segment.layout.row_offset(addr.slot) + bit // 8, bit % 8)
+        sizes.clear()
+        assert store.read_state(namespace, chain[0], "window") is None, bit
+        assert max(sizes) <= fmt.ROW_BYTES, "no more memory is taken than a whole row may ask for"
+        assert store.counters.snapshot()["blocks_corrupt"] == bit + 1
+        assert store.read_state(namespace, chain[0], "window") is None
+        assert store.counters.snapshot()["blocks_corrupt"] == bit + 1, "it was offered again"
+        put_state(store, namespace, chain, b"window bytes")
+        assert store.read_state(namespace, chain[0], "window").data == b"window bytes"
+    store.close()
+
+
+def test_an_entry_that_leads_a_state_object_to_another_row_goes_and_it_can_be_stored_again(store, namespace):
+    chain = chain_of(namespace, 1, 1)
+    put(store, namespace, chain)
+    key = put_state(store, namespace, chain, b"window bytes")
+    elsewhere = store.find_blocks(chain[0].hex())[0].addr
+    store._on_writer(lambda: store._index.commit({key: elsewhere}))
+    assert store.read_state(namespace, chain[0], "window") is None
+    assert put_state(store, namespace, chain, b"window bytes") == key
+    assert store.read_state(namespace, chain[0], "window").data == b"window bytes"
+    assert store.counters.snapshot()["blocks_corrupt"] == 0
+    assert_whole(store, namespace, chain)
+
+
 def test_swapped_rows_give_misses_not_each_others_blocks(store, namespace, tmp_path):
     chain = chain_of(namespace, 1, 2)
     put(store, namespace, chain)
@@ -1024,6 +1111,23 @@ def test_too_many_bytes_waiting_is_an_overload_not_a_queue(tmp_path, clock):
     gate.set()
     results = [future.result()[0] for future in futures]
     assert [result.reason for result in results] == ["", ""] + ["OVERLOADED"] * 4
+    store.close()
+
+
+def test_tiny_blocks_count_in_the_queue_as_what_they_take_and_not_as_their_bytes(tmp_path, clock):
+    """Waiting and being committed, a block costs about a page of memory however small it is."""
+    store = open_store(tmp_path, clock, capacity=64 << 20, put_queue=1 << 20)
+    namespace = store.register_namespace(spec(1))
+    gate = threading.Event()
+    store._writer.call(gate.wait)
+    chains = [chain_of(namespace, conversation, 100) for conversation in range(4)]
+    futures = [
+        store.submit_put(namespace, chain, [put_block(chain, block, payload(chain[block], 1)) for block in range(100)])
+        for chain in chains
+    ]
+    gate.set()
+    reasons = [{result.reason for result in future.result()} for future in futures]
+    assert reasons == [{""}, {""}, {"OVERLOADED"}, {"OVERLOADED"}]
     store.close()
 
 
