@@ -337,8 +337,11 @@ def _file_state(directory: Path, *walk_flags: str, always_walk: bool = False) ->
     if (directory / _DAMAGED_FILE).exists():
         return IndexState(False, False, "it was found damaged while in use, or was never completed")
     clean = checksum.exists()
-    if clean and checksum.read_bytes() != _file_checksum(data):
-        return IndexState(False, False, "its checksum is wrong")
+    try:
+        if clean and checksum.read_bytes() != _file_checksum(data):
+            return IndexState(False, False, "its checksum is wrong")
+    except OSError as error:
+        return IndexState(False, False, f"it cannot be read: {error}")
     problem = walk(directory, *walk_flags) if always_walk or not clean else ""
     if problem:
         return IndexState(False, False, f"it is damaged: {problem}")

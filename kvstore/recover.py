@@ -16,7 +16,7 @@ from kvstore.errors import StorageError, StoreFullError
 from kvstore.expiry import last_use_s
 from kvstore.index import ADDR_DTYPE, IndexState, key_array, row_keys, split_keys
 from kvstore.log import format as fmt
-from kvstore.log.check import payload_is_right
+from kvstore.log.check import payload_is_right, whole_rows
 from kvstore.types import BlockAddr
 
 if TYPE_CHECKING:
@@ -184,9 +184,12 @@ def _is_better(segment: Segment, slot: int, other: Segment, other_slot: int) -> 
 
 def _payload_is_whole(segment: Segment, slot: int) -> bool:
     """Whether a block's bytes are those its row promises; looked at only when there is another copy to choose."""
-    row = segment.read_rows(slot, 1)[0]
-    payload = memoryview(bytearray(int(row["length_bytes"])))
     try:
+        rows = segment.read_rows(slot, 1)
+        if not whole_rows(segment, rows, slot)[0]:
+            return False
+        row = rows[0]
+        payload = memoryview(bytearray(int(row["length_bytes"])))
         size = segment.read_payloads([payload], int(row["offset_bytes"]))
     except OSError:
         return False

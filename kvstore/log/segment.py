@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvstore.log.device import Device
     from kvstore.types import SegmentId
 
-_PADDING = bytes(fmt.ALIGNMENT_BYTES)
+_PADDING = memoryview(bytes(fmt.ALIGNMENT_BYTES))
 _SCAN_ROWS = 4096
 SUSPECTED_S = 60.0
 

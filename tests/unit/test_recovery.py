@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults import FaultyDevice
+from faults import FaultyDevice, flip_bit
 from kvstore import store as store_module
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig, TrafficClassConfig
@@ -27,12 +27,12 @@ from kvstore.errors import (
     StorageError,
     StoreFullError,
 )
-from kvstore.index import BlockIndex
+from kvstore.index import BlockIndex, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.store import LocalStore
-from kvstore.types import EvictSelection, PutStatus
+from kvstore.types import BlockAddr, EvictSelection, PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, put_block, spec
 
 
@@ -669,6 +669,41 @@ def test_an_index_on_another_disk_is_rebuilt_there(tmp_path, tmp_path_factory, c
     for _ in range(2):
         reopen_and_check(tmp_path, clock, namespace, chains)
     assert (elsewhere / "data.mdb").exists()
+
+
+@pytest.mark.parametrize("field", ["offset_bytes", "length_bytes", "prefix_hash", "crc32"])
+def test_of_two_places_of_a_block_one_with_a_damaged_row_is_never_the_better(tmp_path, clock, field):
+    """Its row is not believed: it may say that its bytes lie anywhere, and are any number."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 1)
+    put(store, namespace, chain)
+    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    (old,) = store._segments.all()
+    old.suspect(0)
+    put(store, namespace, chain)
+    # As if the process had died before it flagged the old place and committed the new one.
+    (key,) = block_keys(namespace.namespace_id, chain.data, 0, 1)
+    store._index.commit({key: BlockAddr(old.segment_id, 0)})
+    old.uses[0, fmt.USE_FLAGS] = 0
+    old.uses[0, 1] += 10
+    crash(store)
+    old.state = fmt.STATE_SEALED
+    last_bit = fmt.ROW_DTYPE.fields[field][0].itemsize * 8 - 1
+    flip_bit(old.path, old.layout.row_offset(0) + fmt.ROW_DTYPE.fields[field][1] + last_bit // 8, last_bit % 8)
+    store = open_store(tmp_path, clock)
+    assert store.match(namespace, chain).hit_length_blocks == 1
+    assert_whole(store, namespace, chain)
+    store.close()
+
+
+def test_an_index_that_cannot_be_read_is_rebuilt(filled, clock, caplog):
+    path, namespace, chains = filled
+    (path / "index" / "data.mdb").unlink()
+    (path / "index" / "data.mdb").symlink_to("/proc/self/mem")  # whose first page nothing is mapped at: EIO
+    reopen_and_check(path, clock, namespace, chains)
+    assert "it cannot be read: [Errno 5]" in caplog.text
+    assert not (path / "index" / "data.mdb").is_symlink()
 
 
 def test_a_catalog_that_cannot_be_written_keeps_no_changed_class_from_being_served(tmp_path, clock, caplog):
