@@ -111,7 +111,7 @@ class Reclaimer:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
             enough_coming = used - coming + need_bytes <= self._low_bytes
-            stuck = self._segments.nothing_can_be_unlinked
+            stuck = self._segments.nothing_can_be_unlinked()
             if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
@@ -137,14 +137,14 @@ class Reclaimer:
         for _ in range(_RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
-            stuck = self._segments.nothing_can_be_unlinked
+            stuck = self._segments.nothing_can_be_unlinked()
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
 
     def _relieve_disk(self, writer: LogWriter) -> None:
         """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on."""
         candidates = self._candidates(writer) if writer.disk_full else []
-        if candidates and not self._segments.nothing_can_be_unlinked:
+        if candidates and not self._segments.nothing_can_be_unlinked():
             deadest = min(candidates, key=lambda candidate: candidate.live_share)
             live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
             self._reclaim(deadest.segment, live, writer)

@@ -143,6 +143,7 @@ class LocalStore:
             bytes.fromhex(catalog.store_id),
             segment_size_bytes(config),
             durable=config.durability == "sync",
+            lease_max_s=config.lease_max_s,
         )
         self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
         # An index that cannot be trusted means that the machine may have stopped, and with it unsynced parts of segments.
