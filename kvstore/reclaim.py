@@ -19,7 +19,7 @@ from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
 from kvstore.index import row_keys
 from kvstore.log import format as fmt
-from kvstore.log.writer import NewEntry, disk_is_full
+from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
 from kvstore.worth import PROTECTION, payload_bytes, segment_worth, worth_keeping
 
@@ -120,10 +120,11 @@ class Reclaimer:
 
     def tick(self, writer: LogWriter) -> None:
         """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
+        used_before = self._segments.used_bytes()
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         self._quotas.refresh()
         self._drop_dead(writer)
-        self._relieve_disk(writer)
+        self._relieve_disk(writer, used_before)
         self._keep_ahead(writer)
         self._drop_obsolete()
         self._ticks += 1
@@ -141,20 +142,25 @@ class Reclaimer:
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
 
-    def _relieve_disk(self, writer: LogWriter) -> None:
-        """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on."""
-        candidates = self._candidates(writer) if writer.disk_full else []
+    def _relieve_disk(self, writer: LogWriter, used_before: int) -> None:
+        """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on.
+
+        Unless what was missing has been given back since `used_before` was used, or will be by files that wait for leases.
+        """
+        coming = used_before - self._segments.used_bytes() + self._segments.retiring_bytes()
+        candidates = self._candidates(writer) if coming < writer.disk_short_bytes else []
         if candidates and not self._segments.nothing_can_be_unlinked():
             deadest = min(candidates, key=lambda candidate: candidate.live_share)
             live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
             self._reclaim(deadest.segment, live, writer)
-        writer.disk_full = False
+        writer.disk_short_bytes = 0
 
     def sweep(self, writer: LogWriter) -> None:
         """Give back dead space now."""
+        used_before = self._segments.used_bytes()
         self._drop_dead(writer)
         self._compact_one(writer)
-        self._relieve_disk(writer)
+        self._relieve_disk(writer, used_before)
 
     def _drop_dead(self, writer: LogWriter) -> None:
         for segment in self._reclaimable(self._census.lifeless(self._segments.all()), writer):
@@ -355,7 +361,7 @@ class Reclaimer:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)
             writer.moves_committed()
-            writer.disk_full |= disk_is_full(error)
+            writer.note_failure(error, int(taken_bytes(segment.lengths[kept]).sum()))
             _log.warning("segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(kept), str(error))
             return None
         return moved

@@ -154,7 +154,8 @@ class LogWriter:
         # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
         self.uncommitted: set[int] = set()
         self._uncommitted_moves: set[int] = set()
-        self.disk_full = False  # a write has met a full disk; cleared by who makes room there; writer thread only
+        # The most that one write wanted which met a full disk; cleared by who makes room there; writer thread only.
+        self.disk_short_bytes = 0
         self._full: list[
             Segment
         ] = []  # of those, the ones that are full: to be sealed once it does; writer thread only
@@ -311,10 +312,15 @@ class LogWriter:
                 batch = batch or items[start:]
                 for item in batch:
                     item.error = storage_error(error)
-                self.disk_full |= disk_is_full(error)
+                self.note_failure(error, sum(_written_bytes(item.new) for item in batch))
                 if isinstance(error, OSError):
                     self.seal(stream)  # what a failed write left behind must stay the segment's end
             start += len(batch)
+
+    def note_failure(self, error: Exception, size_bytes: int) -> None:
+        """Note what a write wanted, if it was a full disk that it met; writer thread only."""
+        if disk_is_full(error):
+            self.disk_short_bytes = max(self.disk_short_bytes, size_bytes)
 
     def _batch_with_room(self, stream: Stream, items: list[_Pending]) -> list[_Pending]:
         """The leading items that the stream's open segment takes, with room for them under the cap.
