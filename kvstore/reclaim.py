@@ -256,7 +256,7 @@ class Reclaimer:
     ) -> bool:
         """Move the blocks to keep, if any, drop the index entries of the others, retire the file.
 
-        Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full, say.
+        Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full or does not give them.
         Returns: False if the segment was left as it is.
 
         Copies, flags, new places and retirement come in this order, so that a crash anywhere leaves one place of each block that is
@@ -278,7 +278,7 @@ class Reclaimer:
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
         if self.used_bytes() + size_bytes + self._move_slack_bytes <= self._capacity_bytes:
-            moved = self._move(segment, rows, keys, kept, writer)
+            moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
             if not may_lose:
                 return False
@@ -349,14 +349,20 @@ class Reclaimer:
         keys: Sequence[bytes],
         kept: NDArray[np.intp],
         writer: LogWriter,
+        *,
+        may_lose: bool,
     ) -> dict[int, BlockAddr] | None:
-        """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
+        """Append the kept slots again; returns where they went, or None if they could not be read or written.
+
+        With `may_lose` those that cannot be read are left out. So are those that are not whole, which would be misses.
+        """
         moved: dict[int, BlockAddr] = {}
         size_max = max(1, int(segment.lengths.max(initial=0)))
         step = max(1, _MOVED_BYTES_AT_A_TIME // size_max)
         try:
             for first in range(0, len(kept), step):
-                moved |= self._move_some(segment, rows, keys, kept[first : first + step].tolist(), writer)
+                part = kept[first : first + step].tolist()
+                moved |= self._move_some(segment, rows, keys, part, writer, may_lose=may_lose)
         except OSError as error:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)
@@ -373,10 +379,18 @@ class Reclaimer:
         keys: Sequence[bytes],
         kept: Sequence[int],
         writer: LogWriter,
+        *,
+        may_lose: bool,
     ) -> dict[int, BlockAddr]:
         entries, slots = [], []
         for slot in kept:
-            payload = _payload(segment, rows[slot])
+            try:
+                payload = _payload(segment, rows[slot])
+            except OSError as error:
+                if may_lose:
+                    continue
+                self._leave_alone(segment, error)
+                raise
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
                 entries.append(NewEntry(keys[slot], fmt.Entry.of_row(rows[slot]), payload))
@@ -401,10 +415,7 @@ def _at_once(candidates: list[_Candidate], now_s: float) -> list[_Candidate]:
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:
-    """A block's bytes, or None if they cannot be read."""
+    """A block's bytes, or None if the file ends before they do. Raises: OSError."""
     payload = bytearray(int(row["length_bytes"]))
-    try:
-        size = segment.read_payloads([memoryview(payload)], int(row["offset_bytes"]))
-    except OSError:
-        return None
+    size = segment.read_payloads([memoryview(payload)], int(row["offset_bytes"]))
     return payload if size == len(payload) else None
