@@ -19,6 +19,7 @@ from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
 from kvstore.index import row_keys
 from kvstore.log import format as fmt
+from kvstore.log.segment import row_capacity
 from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
 from kvstore.worth import PROTECTION, payload_bytes, segment_worth, worth_keeping
@@ -45,7 +46,7 @@ _COMPACT_BELOW_LIVE_SHARE = 0.75
 _SWEEP_BELOW_LIVE_SHARE = 0.5
 # With no more than this part of its class's TTL left to any block, a segment is not worth compacting unasked.
 _EXPIRES_SOON_SHARE = 0.25
-_INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
+_SLACK_BYTES = 256 << 10  # for tables, and for the index while it is small
 _RECLAIMS_PER_TICK = 4
 _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be read
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
@@ -88,10 +89,12 @@ class Reclaimer:
         self._ticks = 0
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
-        # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
-        slack_bytes = min(_INDEX_SLACK_BYTES, config.capacity // 16)
+        # Room that puts leave free: for the blocks a reclaim moves, and for what that adds to the index.
+        slack_bytes = min(_SLACK_BYTES, config.capacity // 16)
         self._put_limit_bytes = config.capacity - segments.segment_size_bytes * 3 // 4 - slack_bytes
         self._move_slack_bytes = slack_bytes // 4  # tables of the segment that takes moved blocks
+        self._index_slack_bytes = slack_bytes - self._move_slack_bytes
+        self._rows_max = row_capacity(segments.segment_size_bytes)
         # Puts need not wait for leases to pass while there is room between the high mark and the limit.
         self._high_bytes = min(int(config.high_watermark * config.capacity), self._put_limit_bytes)
         self._low_bytes = self._high_bytes - int((config.high_watermark - config.low_watermark) * config.capacity)
@@ -101,16 +104,21 @@ class Reclaimer:
         """Allocated bytes of the whole directory, as `du` counts."""
         return self._segments.used_bytes() + self._index.used_bytes() + self._small_files_bytes()
 
-    def make_room(self, need_bytes: int, writer: LogWriter) -> None:
-        """Reclaim until `need_bytes` more fit. Raises: StoreFullError: nothing more can be reclaimed now."""
-        limit = self._put_limit_bytes
+    def make_room(self, need_bytes: int, writer: LogWriter, new_entries: int = 0) -> None:
+        """Reclaim until `need_bytes` more fit, and what the index takes for so many entries that it does not know yet.
+
+        Raises: StoreFullError: nothing more can be reclaimed now.
+        """
+        # The index grows by one or the other before it is measured again: when a segment's blocks are moved, or by the new ones.
+        index_bytes = max(self._index.growth_bytes(self._rows_max), self._index.growth_bytes(0, new_entries))
+        limit = self._put_limit_bytes - max(0, index_bytes - self._index_slack_bytes)
         if self.used_bytes() + need_bytes <= limit:
             return
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
-            enough_coming = used - coming + need_bytes <= self._low_bytes
+            enough_coming = used - coming + need_bytes <= min(self._low_bytes, limit)
             stuck = self._segments.nothing_can_be_unlinked()
             if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
@@ -277,7 +285,8 @@ class Reclaimer:
         keys = row_keys(rows)
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
-        if self.used_bytes() + size_bytes + self._move_slack_bytes <= self._capacity_bytes:
+        needed = size_bytes + self._move_slack_bytes + self._index.growth_bytes(len(kept))
+        if self.used_bytes() + needed <= self._capacity_bytes:
             moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
             if not may_lose:
@@ -316,17 +325,17 @@ class Reclaimer:
         return False
 
     def _drop_obsolete(self) -> None:
-        """Remove index entries of segments that are gone; the next tick tries again if the disk is too full even for that."""
-        if self._obsolete:
-            try:
-                self._index.commit({}, self._obsolete)
-            except KvStoreError as error:
-                # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
-                _log.warning(
-                    "index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error)
-                )
-            else:
-                self._obsolete = []
+        """Remove index entries of segments that are gone; the next tick tries again if there is no room even for that."""
+        try:
+            while self._obsolete:
+                some = self._obsolete[: self._rows_max]
+                if self.used_bytes() + self._index.growth_bytes(len(some)) > self._capacity_bytes:
+                    break
+                self._index.commit({}, some)
+                self._obsolete = self._obsolete[len(some) :]
+        except KvStoreError as error:
+            # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
+            _log.warning("index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error))
 
     def _point_to_new_places(
         self, segment: Segment, keys: Sequence[bytes], moved: dict[int, BlockAddr], writer: LogWriter

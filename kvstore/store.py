@@ -181,7 +181,7 @@ class LocalStore:
             live=self._is_live,
             admission=self._quotas,
             new_segment=self._new_segment,
-            make_room=lambda need_bytes: self._reclaimer.make_room(need_bytes, self._writer),
+            make_room=lambda need_bytes, entries: self._reclaimer.make_room(need_bytes, self._writer, entries),
             housekeeping=self._tick,
             durable=config.durability == "sync",
             queue_max_bytes=config.put_queue,

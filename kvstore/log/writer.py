@@ -136,7 +136,7 @@ class LogWriter:
         live: Callable[[BlockAddr], bool],
         admission: Admission,
         new_segment: Callable[[int], Segment],
-        make_room: Callable[[int], None],
+        make_room: Callable[[int, int], None],
         housekeeping: Callable[[], None],
         durable: bool,
         queue_max_bytes: int,
@@ -154,6 +154,7 @@ class LogWriter:
         # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
         self.uncommitted: set[int] = set()
         self._uncommitted_moves: set[int] = set()
+        self._unindexed = 0  # blocks of the group that is being written; writer thread only
         # The most that one write wanted which met a full disk; cleared by who makes room there; writer thread only.
         self.disk_short_bytes = 0
         self._full: list[
@@ -249,6 +250,7 @@ class LogWriter:
             self._write_and_commit(jobs)
         finally:
             self.uncommitted.clear()
+            self._unindexed = 0
             self._seal_full()
 
     def _write_and_commit(self, jobs: list[PutJob]) -> None:
@@ -333,13 +335,13 @@ class LogWriter:
             raise StorageError(f"a block of {size_bytes} bytes fits into no segment")
         payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
         table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES)
+        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, self._unindexed + len(batch))
         return self._fitting(self._segment_with_room(stream, size_bytes), batch)
 
     def _segment_with_room(self, stream: Stream, size_bytes: int) -> Segment:
         segment = self._roomy(stream, size_bytes)
         if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES)
+            self._make_room(_NEW_SEGMENT_BYTES, self._unindexed)
             segment = self._open[stream] = self._new_segment(stream.class_id)
         return segment
 
@@ -375,6 +377,7 @@ class LogWriter:
             self._segments.note_growth(segment)
         self._counters.add(bytes_written=sum(_written_bytes(item.new) for item in batch))
         self.uncommitted.add(segment.segment_id)
+        self._unindexed += len(batch)
         for row, item in enumerate(batch):
             item.addr = BlockAddr(segment.segment_id, first_slot + row)
 
