@@ -62,6 +62,8 @@ _MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
 _ADDED_AT_A_TIME = 1 << 14  # keys made Python's at a time when many are added
+_ENTRIES_PER_HALF_PAGE = 32
+_PAGES_BESIDE = 4  # of the list of free pages and of the table of databases, written anew by each commit
 
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
@@ -207,6 +209,21 @@ class BlockIndex:
                 with contextlib.suppress(FileNotFoundError):
                     used += path.stat().st_blocks * 512
         return used
+
+    def growth_bytes(self, changed: int, added: int = 0) -> int:
+        """The most that a commit makes the file grow which changes or drops so many entries and adds so many. Raises: StorageError.
+
+        Each entry may lie in another page. A page is never written in place, nor are those above it, and what that frees is used
+        again two commits later. One that is added to may be full, and becomes two. Measured with keys in no order: hardly
+        more than half of it while the index grows, and seldom anything once it has pages to use again.
+        """
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn:
+            tree = txn.stat(self._blocks)
+        leaves = min(changed + added, tree["leaf_pages"])
+        branches = min(leaves * tree["depth"], tree["branch_pages"])
+        split = min(added, leaves) + added // _ENTRIES_PER_HALF_PAGE
+        pages: int = leaves + branches + split + split // _ENTRIES_PER_HALF_PAGE + _PAGES_BESIDE
+        return pages * int(tree["psize"])
 
     def clear_dead_readers(self) -> None:
         """Forget readers whose processes died while they read; what they saw would be kept for them, and the file grow.

@@ -1,8 +1,8 @@
 """Who may hold how much: shares and limits of traffic classes and tenants.
 
 A share is soft: while a class or tenant holds no more than that, its blocks are worth more than anybody's who holds more, so
-under pressure they go last. A limit is hard: a put beyond it is rejected. What is counted are live blocks with their padding; a
-block counts for the class that stored it and for its namespace's tenant.
+under pressure they go last. A limit is hard: a put beyond it is rejected; one of 1 is none, because reclaims make room. What is
+counted are live blocks with their padding; a block counts for the class that stored it and for its namespace's tenant.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class QuotaBook:
 
     def _over(self, holders: Iterable[Holder], taken_bytes: int) -> Holder | None:
         for holder in holders:
-            if self._held.get(holder, 0) + taken_bytes > self.limit_bytes(holder):
+            if self._quota(holder).limit < 1 and self._held.get(holder, 0) + taken_bytes > self.limit_bytes(holder):
                 return holder
         return None
 

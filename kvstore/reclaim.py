@@ -19,7 +19,8 @@ from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
 from kvstore.index import row_keys
 from kvstore.log import format as fmt
-from kvstore.log.writer import NewEntry, disk_is_full
+from kvstore.log.segment import row_capacity
+from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
 from kvstore.worth import PROTECTION, payload_bytes, segment_worth, worth_keeping
 
@@ -45,7 +46,7 @@ _COMPACT_BELOW_LIVE_SHARE = 0.75
 _SWEEP_BELOW_LIVE_SHARE = 0.5
 # With no more than this part of its class's TTL left to any block, a segment is not worth compacting unasked.
 _EXPIRES_SOON_SHARE = 0.25
-_INDEX_SLACK_BYTES = 256 << 10  # what commits may add to the index before it is measured again
+_SLACK_BYTES = 256 << 10  # for tables, and for the index while it is small
 _RECLAIMS_PER_TICK = 4
 _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be read
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
@@ -88,10 +89,12 @@ class Reclaimer:
         self._ticks = 0
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
-        # Room that puts leave free: for the blocks a reclaim moves, and for the index to grow in.
-        slack_bytes = min(_INDEX_SLACK_BYTES, config.capacity // 16)
+        # Room that puts leave free: for the blocks a reclaim moves, and for what that adds to the index.
+        slack_bytes = min(_SLACK_BYTES, config.capacity // 16)
         self._put_limit_bytes = config.capacity - segments.segment_size_bytes * 3 // 4 - slack_bytes
         self._move_slack_bytes = slack_bytes // 4  # tables of the segment that takes moved blocks
+        self._index_slack_bytes = slack_bytes - self._move_slack_bytes
+        self._rows_max = row_capacity(segments.segment_size_bytes)
         # Puts need not wait for leases to pass while there is room between the high mark and the limit.
         self._high_bytes = min(int(config.high_watermark * config.capacity), self._put_limit_bytes)
         self._low_bytes = self._high_bytes - int((config.high_watermark - config.low_watermark) * config.capacity)
@@ -101,17 +104,22 @@ class Reclaimer:
         """Allocated bytes of the whole directory, as `du` counts."""
         return self._segments.used_bytes() + self._index.used_bytes() + self._small_files_bytes()
 
-    def make_room(self, need_bytes: int, writer: LogWriter) -> None:
-        """Reclaim until `need_bytes` more fit. Raises: StoreFullError: nothing more can be reclaimed now."""
-        limit = self._put_limit_bytes
+    def make_room(self, need_bytes: int, writer: LogWriter, new_entries: int = 0) -> None:
+        """Reclaim until `need_bytes` more fit, and what the index takes for so many entries that it does not know yet.
+
+        Raises: StoreFullError: nothing more can be reclaimed now.
+        """
+        # The index grows by one or the other before it is measured again: when a segment's blocks are moved, or by the new ones.
+        index_bytes = max(self._index.growth_bytes(self._rows_max), self._index.growth_bytes(0, new_entries))
+        limit = self._put_limit_bytes - max(0, index_bytes - self._index_slack_bytes)
         if self.used_bytes() + need_bytes <= limit:
             return
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
-            enough_coming = used - coming + need_bytes <= self._low_bytes
-            stuck = self._segments.nothing_can_be_unlinked
+            enough_coming = used - coming + need_bytes <= min(self._low_bytes, limit)
+            stuck = self._segments.nothing_can_be_unlinked()
             if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
@@ -120,10 +128,11 @@ class Reclaimer:
 
     def tick(self, writer: LogWriter) -> None:
         """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
+        used_before = self._segments.used_bytes()
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
         self._quotas.refresh()
         self._drop_dead(writer)
-        self._relieve_disk(writer)
+        self._relieve_disk(writer, used_before)
         self._keep_ahead(writer)
         self._drop_obsolete()
         self._ticks += 1
@@ -137,24 +146,29 @@ class Reclaimer:
         for _ in range(_RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
-            stuck = self._segments.nothing_can_be_unlinked
+            stuck = self._segments.nothing_can_be_unlinked()
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
 
-    def _relieve_disk(self, writer: LogWriter) -> None:
-        """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on."""
-        candidates = self._candidates(writer) if writer.disk_full else []
-        if candidates and not self._segments.nothing_can_be_unlinked:
+    def _relieve_disk(self, writer: LogWriter, used_before: int) -> None:
+        """The disk is full below the cap: of the segment that is deadest what cannot be moved is lost, or nothing would go on.
+
+        Unless what was missing has been given back since `used_before` was used, or will be by files that wait for leases.
+        """
+        coming = used_before - self._segments.used_bytes() + self._segments.retiring_bytes()
+        candidates = self._candidates(writer) if coming < writer.disk_short_bytes else []
+        if candidates and not self._segments.nothing_can_be_unlinked():
             deadest = min(candidates, key=lambda candidate: candidate.live_share)
             live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
             self._reclaim(deadest.segment, live, writer)
-        writer.disk_full = False
+        writer.disk_short_bytes = 0
 
     def sweep(self, writer: LogWriter) -> None:
         """Give back dead space now."""
+        used_before = self._segments.used_bytes()
         self._drop_dead(writer)
         self._compact_one(writer)
-        self._relieve_disk(writer)
+        self._relieve_disk(writer, used_before)
 
     def _drop_dead(self, writer: LogWriter) -> None:
         for segment in self._reclaimable(self._census.lifeless(self._segments.all()), writer):
@@ -250,7 +264,7 @@ class Reclaimer:
     ) -> bool:
         """Move the blocks to keep, if any, drop the index entries of the others, retire the file.
 
-        Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full, say.
+        Args: may_lose: whether blocks to keep may go too when they cannot be moved, because the disk is full or does not give them.
         Returns: False if the segment was left as it is.
 
         Copies, flags, new places and retirement come in this order, so that a crash anywhere leaves one place of each block that is
@@ -271,8 +285,9 @@ class Reclaimer:
         keys = row_keys(rows)
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
-        if self.used_bytes() + size_bytes + self._move_slack_bytes <= self._capacity_bytes:
-            moved = self._move(segment, rows, keys, kept, writer)
+        needed = size_bytes + self._move_slack_bytes + self._index.growth_bytes(len(kept))
+        if self.used_bytes() + needed <= self._capacity_bytes:
+            moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
             if not may_lose:
                 return False
@@ -310,17 +325,17 @@ class Reclaimer:
         return False
 
     def _drop_obsolete(self) -> None:
-        """Remove index entries of segments that are gone; the next tick tries again if the disk is too full even for that."""
-        if self._obsolete:
-            try:
-                self._index.commit({}, self._obsolete)
-            except KvStoreError as error:
-                # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
-                _log.warning(
-                    "index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error)
-                )
-            else:
-                self._obsolete = []
+        """Remove index entries of segments that are gone; the next tick tries again if there is no room even for that."""
+        try:
+            while self._obsolete:
+                some = self._obsolete[: self._rows_max]
+                if self.used_bytes() + self._index.growth_bytes(len(some)) > self._capacity_bytes:
+                    break
+                self._index.commit({}, some)
+                self._obsolete = self._obsolete[len(some) :]
+        except KvStoreError as error:
+            # As text: a log handler that kept the exception would keep its frames, and so the unlinked files open.
+            _log.warning("index: %d entries of reclaimed segments stay for now: %s", len(self._obsolete), str(error))
 
     def _point_to_new_places(
         self, segment: Segment, keys: Sequence[bytes], moved: dict[int, BlockAddr], writer: LogWriter
@@ -343,19 +358,25 @@ class Reclaimer:
         keys: Sequence[bytes],
         kept: NDArray[np.intp],
         writer: LogWriter,
+        *,
+        may_lose: bool,
     ) -> dict[int, BlockAddr] | None:
-        """Append the kept slots again; returns where those went that could be read, or None if they could not be written."""
+        """Append the kept slots again; returns where they went, or None if they could not be read or written.
+
+        With `may_lose` those that cannot be read are left out. So are those that are not whole, which would be misses.
+        """
         moved: dict[int, BlockAddr] = {}
         size_max = max(1, int(segment.lengths.max(initial=0)))
         step = max(1, _MOVED_BYTES_AT_A_TIME // size_max)
         try:
             for first in range(0, len(kept), step):
-                moved |= self._move_some(segment, rows, keys, kept[first : first + step].tolist(), writer)
+                part = kept[first : first + step].tolist()
+                moved |= self._move_some(segment, rows, keys, part, writer, may_lose=may_lose)
         except OSError as error:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)
             writer.moves_committed()
-            writer.disk_full |= disk_is_full(error)
+            writer.note_failure(error, int(taken_bytes(segment.lengths[kept]).sum()))
             _log.warning("segment %d: %d live blocks could not be moved: %s", segment.segment_id, len(kept), str(error))
             return None
         return moved
@@ -367,10 +388,18 @@ class Reclaimer:
         keys: Sequence[bytes],
         kept: Sequence[int],
         writer: LogWriter,
+        *,
+        may_lose: bool,
     ) -> dict[int, BlockAddr]:
         entries, slots = [], []
         for slot in kept:
-            payload = _payload(segment, rows[slot])
+            try:
+                payload = _payload(segment, rows[slot])
+            except OSError as error:
+                if may_lose:
+                    continue
+                self._leave_alone(segment, error)
+                raise
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
                 entries.append(NewEntry(keys[slot], fmt.Entry.of_row(rows[slot]), payload))
@@ -395,10 +424,7 @@ def _at_once(candidates: list[_Candidate], now_s: float) -> list[_Candidate]:
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:
-    """A block's bytes, or None if they cannot be read."""
+    """A block's bytes, or None if the file ends before they do. Raises: OSError."""
     payload = bytearray(int(row["length_bytes"]))
-    try:
-        size = segment.read_payloads([memoryview(payload)], int(row["offset_bytes"]))
-    except OSError:
-        return None
+    size = segment.read_payloads([memoryview(payload)], int(row["offset_bytes"]))
     return payload if size == len(payload) else None

@@ -143,6 +143,7 @@ class LocalStore:
             bytes.fromhex(catalog.store_id),
             segment_size_bytes(config),
             durable=config.durability == "sync",
+            lease_max_s=config.lease_max_s,
         )
         self._index = BlockIndex(data_dir.index, catalog.store_id, config.capacity, device)
         try:
@@ -185,7 +186,7 @@ class LocalStore:
             live=self._is_live,
             admission=self._quotas,
             new_segment=self._new_segment,
-            make_room=lambda need_bytes: self._reclaimer.make_room(need_bytes, self._writer),
+            make_room=lambda need_bytes, entries: self._reclaimer.make_room(need_bytes, self._writer, entries),
             housekeeping=self._tick,
             durable=config.durability == "sync",
             queue_max_bytes=config.put_queue,

@@ -178,6 +178,12 @@ class Segment:
             if deadline_s > self._head[fmt.LEASE_UNTIL_OFFSET // 4]:
                 self._head[fmt.LEASE_UNTIL_OFFSET // 4] = deadline_s
 
+    def limit_lease(self, deadline_s: int) -> None:
+        """Keep the file no longer than that for a lease."""
+        with self._bits_lock:
+            if deadline_s < self._head[fmt.LEASE_UNTIL_OFFSET // 4]:
+                self._head[fmt.LEASE_UNTIL_OFFSET // 4] = deadline_s
+
     @property
     def uses(self) -> NDArray[np.uint32]:
         """Shape (row capacity, 16), shared: flags, last uses, namespace id, length. Rows of slots not yet taken are zero."""

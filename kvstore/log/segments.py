@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import threading
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CorruptDataDirError, StorageError
 from kvstore.log import format as fmt
+from kvstore.log.device import SCRATCH_SUFFIX
 from kvstore.log.segment import Segment, row_capacity, segment_name
 from kvstore.types import SegmentId
 
@@ -21,28 +23,35 @@ if TYPE_CHECKING:
     from kvstore.types import ClassId
 
 _log = logging.getLogger(__name__)
-_UNLINK_FAILURES_MAX = 3
 DAMAGED_SUFFIX = ".damaged"
 # What a disk or a file system says of a file whose bytes it cannot give; other errors say something about this process.
 UNREADABLE_ERRNOS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN})
+_PROBE_FILE = "unlink" + SCRATCH_SUFFIX
 
 
 class SegmentSet:
     """Segments by id. `get` is for any thread; making and retiring are for the writer thread."""
 
     def __init__(
-        self, directory: Path, device: Device, store_id: bytes, segment_size_bytes: int, *, durable: bool
+        self,
+        directory: Path,
+        device: Device,
+        store_id: bytes,
+        segment_size_bytes: int,
+        *,
+        durable: bool,
+        lease_max_s: float,
     ) -> None:
         self.segment_size_bytes = segment_size_bytes
         self.durable = durable  # whether what is acknowledged has to survive power loss
         self._directory = directory
         self._device = device
         self._store_id = store_id
+        self._lease_max_s = lease_max_s
         self._lock = threading.Lock()  # guards the two dicts, never held across I/O
         self._segments: dict[SegmentId, Segment] = {}
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
-        self._unlinks_failed_in_row = 0  # writer thread only
         self._used_bytes = 0  # of all in _allocated
         # Files set aside; replaced as a whole.
         self._aside = sorted(path for path in directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
@@ -159,6 +168,9 @@ class SegmentSet:
         """
         freed, kept = 0, []
         for segment in self._retiring:
+            # What says later is damage, or was noted by a clock that was ahead: no lease given before the file was retired ends
+            # later. One of a start with a larger store.lease_max_s loses its file too; its get looks the chain up.
+            segment.limit_lease(math.ceil(now_s + self._lease_max_s))
             if segment.lease_until_s >= now_s or not self._unlink(segment):
                 kept.append(segment)
                 continue
@@ -192,19 +204,37 @@ class SegmentSet:
                 # The file may come back after a power loss: then it must still say that its blocks have moved.
                 segment.sync()
             self._device.unlink(segment.path)
+        except FileNotFoundError:
+            _log.warning("segment %s was removed by somebody else", segment.path.name)
         except OSError as error:
             if not segment.unlink_failed:
                 _log.warning("segment %s cannot be removed and keeps its space: %s", segment.path.name, error)
             segment.unlink_failed = True
-            self._unlinks_failed_in_row += 1
             return False
-        self._unlinks_failed_in_row = 0
         return True
 
-    @property
     def nothing_can_be_unlinked(self) -> bool:
-        """Whether the last few files all could not be: then it is the directory, and reclaiming more would free nothing."""
-        return self._unlinks_failed_in_row >= _UNLINK_FAILURES_MAX
+        """Whether a file that cannot be is the directory's fault, or the disk's: then reclaiming more would free nothing.
+
+        An empty file is asked, because however many segments refuse, the next one may go.
+        """
+        return any(segment.unlink_failed for segment in self._retiring) and not self._lets_a_file_go()
+
+    def _lets_a_file_go(self) -> bool:
+        """Do with an empty file what giving back a segment takes."""
+        path = self._directory / _PROBE_FILE
+        try:
+            # One that is there could not be removed the last time.
+            descriptor = self._device.open(path) if path.exists() else self._device.create(path)
+            try:
+                if self.durable:
+                    self._device.sync(descriptor)
+            finally:
+                self._device.close(descriptor)
+                self._device.unlink(path)
+        except OSError:
+            return False
+        return True
 
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""

@@ -136,7 +136,7 @@ class LogWriter:
         live: Callable[[BlockAddr], bool],
         admission: Admission,
         new_segment: Callable[[int], Segment],
-        make_room: Callable[[int], None],
+        make_room: Callable[[int, int], None],
         housekeeping: Callable[[], None],
         durable: bool,
         queue_max_bytes: int,
@@ -154,7 +154,9 @@ class LogWriter:
         # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
         self.uncommitted: set[int] = set()
         self._uncommitted_moves: set[int] = set()
-        self.disk_full = False  # a write has met a full disk; cleared by who makes room there; writer thread only
+        self._unindexed = 0  # blocks of the group that is being written; writer thread only
+        # The most that one write wanted which met a full disk; cleared by who makes room there; writer thread only.
+        self.disk_short_bytes = 0
         self._full: list[
             Segment
         ] = []  # of those, the ones that are full: to be sealed once it does; writer thread only
@@ -248,6 +250,7 @@ class LogWriter:
             self._write_and_commit(jobs)
         finally:
             self.uncommitted.clear()
+            self._unindexed = 0
             self._seal_full()
 
     def _write_and_commit(self, jobs: list[PutJob]) -> None:
@@ -311,10 +314,15 @@ class LogWriter:
                 batch = batch or items[start:]
                 for item in batch:
                     item.error = storage_error(error)
-                self.disk_full |= disk_is_full(error)
+                self.note_failure(error, sum(_written_bytes(item.new) for item in batch))
                 if isinstance(error, OSError):
                     self.seal(stream)  # what a failed write left behind must stay the segment's end
             start += len(batch)
+
+    def note_failure(self, error: Exception, size_bytes: int) -> None:
+        """Note what a write wanted, if it was a full disk that it met; writer thread only."""
+        if disk_is_full(error):
+            self.disk_short_bytes = max(self.disk_short_bytes, size_bytes)
 
     def _batch_with_room(self, stream: Stream, items: list[_Pending]) -> list[_Pending]:
         """The leading items that the stream's open segment takes, with room for them under the cap.
@@ -327,13 +335,13 @@ class LogWriter:
             raise StorageError(f"a block of {size_bytes} bytes fits into no segment")
         payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
         table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES)
+        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, self._unindexed + len(batch))
         return self._fitting(self._segment_with_room(stream, size_bytes), batch)
 
     def _segment_with_room(self, stream: Stream, size_bytes: int) -> Segment:
         segment = self._roomy(stream, size_bytes)
         if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES)
+            self._make_room(_NEW_SEGMENT_BYTES, self._unindexed)
             segment = self._open[stream] = self._new_segment(stream.class_id)
         return segment
 
@@ -369,6 +377,7 @@ class LogWriter:
             self._segments.note_growth(segment)
         self._counters.add(bytes_written=sum(_written_bytes(item.new) for item in batch))
         self.uncommitted.add(segment.segment_id)
+        self._unindexed += len(batch)
         for row, item in enumerate(batch):
             item.addr = BlockAddr(segment.segment_id, first_slot + row)
 

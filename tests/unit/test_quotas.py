@@ -128,6 +128,25 @@ def test_who_knocks_at_a_limit_loses_its_own_coldest_blocks_but_no_fresh_ones(tm
     store.close()
 
 
+@pytest.mark.parametrize("limits", [{}, {"unrelated": TenantConfig(limit=0.9)}, {"other": TenantConfig(limit=0.9)}])
+def test_a_limit_of_somebody_else_is_no_limit_for_who_has_none(tmp_path, clock, limits):
+    """A put larger than what is free is stored by evicting what is coldest, as if nobody had a limit; shares stay whole."""
+    tenants = {"vip": TenantConfig(share=0.3), "b": TenantConfig(), **limits}
+    store = open_store(tmp_path, clock, capacity=CAPACITY, tenants=tenants)
+    vip, b = (store.register_namespace(spec(PAGE, tenant=tenant)) for tenant in ("vip", "b"))
+    old = chain_of(vip, 1, blocks_of(0.2))
+    put(store, vip, old)
+    clock.advance(100)
+    put(store, b, chain_of(b, 1, blocks_of(0.6)))
+    clock.advance(100)
+    for conversation in range(2, 5):
+        assert set(statuses(put(store, b, chain_of(b, conversation, blocks_of(0.3))))) == {PutStatus.STORED}
+        clock.advance(100)
+        store.sweep()
+    assert_whole(store, vip, old)
+    store.close()
+
+
 def press(store, clock, namespace, traffic_class, count):
     for conversation in range(count):
         put(store, namespace, chain_of(namespace, 1000 + conversation, 12), traffic_class=traffic_class)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import random
 import resource
 import subprocess
 import threading
@@ -14,13 +16,14 @@ import pytest
 from faults import FaultyDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import InvalidArgumentError, StorageError
-from kvstore.index import block_keys
+from kvstore.index import KEY_BYTES, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
 from kvstore.log.writer import Stream
 from kvstore.types import BlockAddr, EvictSelection, PutStatus, SegmentId
+from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec, tree_bytes
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, put_block, spec, tree_bytes
 
 
 @pytest.fixture
@@ -568,4 +571,70 @@ def test_a_nearly_full_store_of_nine_tenths_dead_segments_makes_room_and_loses_n
     for chain in [*(chain.first(left) for chain in chains), *new]:
         assert_whole(store, namespace, chain)
     assert 0.8 * capacity < device.peak_bytes <= capacity
+    store.close()
+
+
+def put_in_one_group(store, namespace, chains):
+    """As clients do that put at the same time."""
+    go_on = threading.Event()
+    held = store._writer.call(go_on.wait)
+    futures = [
+        store.submit_put(namespace, chain, [put_block(chain, block, payload(chain[block], namespace.spec.block_bytes))])
+        for chain in chains
+        for block in range(len(chain))
+    ]
+    go_on.set()
+    held.result()
+    return [future.result()[0] for future in futures]
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_an_index_that_grows_by_many_small_blocks_keeps_the_cap(tmp_path, clock, leased):
+    """A store full of large blocks hardly has an index; then come small ones, in large groups and in no order of keys."""
+    capacity, blocks = 32 << 20, 3000
+    store = open_store(tmp_path, clock, capacity=capacity, segment_size=128 << 10)
+    large, small = (store.register_namespace(spec(size)) for size in (32 << 10, 512))
+    conversation = 0
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 150_000:
+        put(store, large, chain_of(large, conversation, 2))
+        conversation += 1
+    clock.advance(100)
+    peak_bytes = 0
+    for group in range(3):
+        chains = [Chain(hashlib.sha256(b"%d %d" % (group, number)).digest()) for number in range(blocks)]
+        results = put_in_one_group(store, small, chains)
+        assert len(stored(results)) == blocks or (leased and group)
+        peak_bytes = max(peak_bytes, store._on_writer(lambda: tree_bytes(tmp_path)))
+        for chain in chains[::2]:
+            if leased:
+                store.match(small, chain)
+        clock.advance(5)
+        store._on_writer(store._tick)
+        peak_bytes = max(peak_bytes, store._on_writer(lambda: tree_bytes(tmp_path)))
+    assert 0.95 * capacity < peak_bytes <= capacity
+    assert store.invariants().violations == ()
+    store.close()
+
+
+def test_a_commit_grows_the_index_by_no_more_than_is_reserved_for_it(tmp_path, clock):
+    """Keys in no order, commits larger and smaller than the index, of new entries, of changed and of dropped ones."""
+    store = open_store(tmp_path, clock)
+    index = store._index
+    places = {}
+    rng = random.Random(1)
+
+    def commit(put, remove, reserved_bytes):
+        before = index.used_bytes()
+        index.commit(put, remove)
+        assert index.used_bytes() - before <= reserved_bytes
+
+    for count in (1, 10, 3000, 30, 300, 3000, 1000, 1, 6000):
+        new = {rng.randbytes(KEY_BYTES): BlockAddr(SegmentId(1), slot) for slot in range(count)}
+        commit(new, [], index.growth_bytes(0, count))
+        places |= new
+        moved = {key: BlockAddr(SegmentId(2), slot) for slot, key in enumerate(rng.sample(sorted(places), count))}
+        commit(moved, [], index.growth_bytes(count))
+        places |= moved
+        gone = rng.sample(sorted(places), count // 2)
+        commit({}, [(key, places.pop(key)) for key in gone], index.growth_bytes(len(gone)))
     store.close()

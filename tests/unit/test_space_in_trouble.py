@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache
         store.delete(namespace, chain, 0, 3)
     clock.advance(100)
     before = store.status().live.blocks
-    device.fail_unlink = lambda path: path.suffix == ".seg"
+    device.fail_unlink = lambda path: path.parent.name == "segments"
     for number in range(20):
         put(store, namespace, chain_of(namespace, 3000 + number, 8))
         store._on_writer(store._tick)
@@ -89,6 +90,175 @@ def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache
     for number in range(20):
         results = put(store, namespace, chain_of(namespace, 4000 + number, 8))
         assert {result.status for result in results} == {PutStatus.STORED}
+    store.close()
+
+
+def fill(store, namespace, clock):
+    """Chains of eight blocks, a second apart, until the next ones need room."""
+    chains = []
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
+        chains.append(chain_of(namespace, len(chains), 8))
+        assert all_stored(put(store, namespace, chains[-1]))
+        clock.advance(1)
+    return chains
+
+
+def all_stored(results):
+    return {result.status for result in results} == {PutStatus.STORED}
+
+
+class UnsyncedFiles(FaultyDevice):
+    """Some files cannot be synced."""
+
+    def __init__(self):
+        super().__init__()
+        self.not_synced = set()
+
+    def sync(self, descriptor):
+        if os.fstat(descriptor).st_ino in self.not_synced:
+            raise OSError(errno.EIO, "injected: sync failed")
+        super().sync(descriptor)
+
+
+@pytest.mark.parametrize("odd_files", [1, 3, 7])
+@pytest.mark.parametrize("how", ["not permitted", "not synced", "gone"])
+def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_path, clock, how, odd_files):
+    """They are the coldest, so that they are all met before any other, and tried again at every tick."""
+    device = UnsyncedFiles()
+    durability = "sync" if how == "not synced" else "memory"
+    store = quiet(
+        open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability=durability)
+    )
+    namespace = store.register_namespace(spec(4096))
+    fill(store, namespace, clock)
+    odd = [segment.path for segment in store._segments.all()[:odd_files]]
+    if how == "not permitted":
+        device.fail_unlink = lambda path: path in odd
+    elif how == "not synced":
+        device.not_synced = {path.stat().st_ino for path in odd}
+    else:
+        for path in odd:
+            path.unlink()
+    for conversation in range(500, 800):
+        clock.advance(60)
+        assert all_stored(put(store, namespace, chain_of(namespace, conversation, 8)))
+        store._on_writer(store._tick)
+        assert tree_bytes(tmp_path) <= 8 << 20
+    assert {path.exists() for path in odd} == {how != "gone"}
+    assert store.status().used_bytes == tree_bytes(tmp_path)
+    assert store.invariants().violations == ()
+    device.heal()
+    device.not_synced = set()
+    store._on_writer(store._tick)
+    assert not any(path.exists() for path in odd)
+    store.close()
+
+
+def test_a_full_disk_whose_blocks_are_all_leased_costs_no_more_than_is_missing(tmp_path, clock):
+    """What was retired for it gives its space when its leases pass; the puts that are rejected until then cost nothing more."""
+    device = SmallDisk(tmp_path, 4 << 20)
+    store = quiet(open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device))
+    namespace = store.register_namespace(spec(16_384))
+    chains = []
+    while all_stored(put(store, namespace, chain := chain_of(namespace, len(chains), 8))):
+        chains.append(chain)
+        assert store.match(namespace, chain, lease_s=30).hit_length_blocks == 8
+    rejected = 0
+    for second in range(60):
+        rejected += not all_stored(put(store, namespace, chain_of(namespace, 1000 + second, 1)))
+        clock.advance(1)
+        store._on_writer(store._tick)
+    assert 20 < rejected < 35
+    left = sum(store.match(namespace, chain, peek=True).hit_length_blocks for chain in chains)
+    assert left >= 8 * len(chains) - 2 * 32, "one segment for the first put, one for those after it"
+    store.close()
+
+
+@pytest.mark.parametrize("how", ["a flipped bit", "a clock that was ahead"])
+def test_a_lease_longer_than_any_that_is_given_keeps_no_file(tmp_path, clock, how):
+    if how == "a clock that was ahead":
+        clock.jump(5 * 365 * 86_400)
+    store = quiet(open_store(tmp_path, clock))
+    namespace = store.register_namespace(spec(4096))
+    chains = fill(store, namespace, clock)
+    for chain in chains:
+        store.match(namespace, chain)
+    store.close()
+    if how == "a clock that was ahead":
+        clock.jump(-5 * 365 * 86_400)
+        (tmp_path / "clock").unlink()
+    for path in (tmp_path / "segments").iterdir() if how == "a flipped bit" else ():
+        with path.open("r+b") as file:
+            file.seek(fmt.LEASE_UNTIL_OFFSET + 3)
+            file.write(b"\xff")
+    store = quiet(open_store(tmp_path, clock))
+    late = chains[-1]
+    lease = store.match(namespace, late, lease_s=50).lease
+    store.evict(EvictSelection(namespace=namespace), dry_run=False)
+    assert store.status().retiring_bytes > 2 << 20
+    clock.advance(49)
+    store._on_writer(store._tick)
+    assert len(get(store, namespace, late, lease=lease)[0]) == 8, "those that are given now still count"
+    clock.advance(13)
+    store._on_writer(store._tick)
+    assert store.status().retiring_bytes == 0
+    assert all(all_stored(put(store, namespace, chain)) for chain in chains)
+    store.close()
+
+
+class BadPayloads(FaultyDevice):
+    """Reads behind the tables fail in these parts of a file; the tables are in the page cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.bad = range(0)
+
+    def read(self, descriptor, buffers, offset_bytes):
+        end = offset_bytes + sum(len(buffer) for buffer in buffers)
+        if max(offset_bytes, self.bad.start) < min(end, self.bad.stop):
+            raise OSError(errno.EIO, "injected: the disk does not give it")
+        return super().read(descriptor, buffers, offset_bytes)
+
+
+@pytest.mark.parametrize("bad_blocks", [range(1), range(13, 14), range(40)])
+def test_payloads_that_cannot_be_read_now_are_not_lost_for_the_dead_ones_around_them(
+    tmp_path, clock, bad_blocks, caplog
+):
+    device = BadPayloads()
+    store = quiet(open_store(tmp_path, clock, device=device))
+    namespace = store.register_namespace(spec(4096))
+    chain = chain_of(namespace, 1, 40)
+    put(store, namespace, chain)
+    (segment,) = store._segments.all()
+    store.delete(namespace, chain, 0, 5)
+    store.delete(namespace, chain, 14, 26)
+    first = segment.layout.payload_offset
+    device.bad = range(first + 4096 * bad_blocks.start, first + 4096 * bad_blocks.stop)
+    for _ in range(30):
+        clock.advance(1)
+        store.sweep()
+    if 13 in bad_blocks:
+        assert sum("cannot be read" in record.message for record in caplog.records) == 1
+    device.bad = range(0)
+    clock.advance(61)
+    store.sweep()
+    assert set(get(store, namespace, chain)[0]) == set(range(5, 14))
+    counters = store.counters.snapshot()
+    assert (counters["blocks_evicted"], counters["segments_reclaimed"]) == (0, 1), "and then the dead ones go"
+    assert store.invariants().violations == ()
+    store.close()
+
+
+def test_payloads_that_cannot_be_read_do_not_keep_their_space_when_it_is_needed(tmp_path, clock):
+    device = BadPayloads()
+    store = quiet(open_store(tmp_path, clock, capacity=2 << 20, device=device))
+    namespace = store.register_namespace(spec(4096))
+    fill(store, namespace, clock)
+    device.bad = range(store._segments.all()[0].layout.payload_offset, 1 << 40)
+    for conversation in range(1000, 1200):
+        clock.advance(1)
+        assert all_stored(put(store, namespace, chain_of(namespace, conversation, 8)))
+        store._on_writer(store._tick)
     store.close()
 
 

@@ -736,6 +736,7 @@ def test_one_file_that_cannot_be_removed_does_not_stop_the_others(tmp_path, cloc
         clock.advance(2)
         results = put(store, namespace, chain_of(namespace, conversation, 8))
         assert statuses(results) == [PutStatus.STORED] * 8
+        store._on_writer(store._tick)
     assert (tmp_path / "segments" / stuck).exists()
     assert sum("cannot be removed" in record.message for record in caplog.records) == 1
     assert store.status().used_bytes == du_bytes(tmp_path)
