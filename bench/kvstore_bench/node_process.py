@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from kvstore_bench.processes import ProcessError
+from kvstore_bench.processes import ProcessError, interrupts_deferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,22 +85,21 @@ def running_node(target: str, log_path: Path, *options: str) -> Iterator[NodePro
     It has a session of its own: an interrupt from the keyboard reaches the demo alone, which then ends it.
     Raises: ProcessError: it ended before it was ready; with the end of its log.
     """
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "kvstore_bench.prefill_node", "--target", target, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=_environment(),
-            start_new_session=True,
-        )
-    with process:
-        try:
-            yield NodeProcess(process, log_path)
-            process.wait(_STOP_TIMEOUT_S)
-        finally:
-            process.kill()  # does nothing to one that has ended
+    with ExitStack() as ending:
+        with log_path.open("wb") as log, interrupts_deferred():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvstore_bench.prefill_node", "--target", target, *options],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=_environment(),
+                start_new_session=True,
+            )
+            ending.enter_context(process)
+            ending.callback(process.kill)  # does nothing to one that has ended
+        yield NodeProcess(process, log_path)
+        process.wait(_STOP_TIMEOUT_S)
 
 
 def _environment() -> dict[str, str]:
