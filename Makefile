@@ -16,9 +16,10 @@ STUB_TOOLS := grpcio-tools==1.76.0
 demo: $(VENV)/.demo
 	$(BIN)/kvstore-bench demo --json demo-report.json
 
-# Whole files to each worker, so that what a file sets up once is set up once. More workers than this would measure each other.
+# Whole files to each worker, so that what a file sets up once is set up once. More workers than this would measure each other,
+# and torch's threads must not spin while the other worker's compute.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # How long the longest of the soaks goes on.
 SOAK_MINUTES ?= 30

@@ -775,9 +775,8 @@ class LocalStore:
     ) -> StateObject | None:
         try:
             rows = segment.read_rows(slot, 1)
-            if not whole_rows(segment, rows, slot)[
-                0
-            ]:  # before its length is believed: a damaged one may ask for gigabytes
+            # Before its length is believed: a damaged one may ask for gigabytes.
+            if not whole_rows(segment, rows, slot)[0]:
                 self._end_damaged_state(segment, slot)
                 return None
             row = rows[0]

@@ -232,8 +232,8 @@ class SegmentSet:
             finally:
                 self._device.close(descriptor)
                 self._device.unlink(path)
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)  # no room for a name: it could not be asked
         return True
 
     def used_bytes(self) -> int:
