@@ -45,19 +45,12 @@ def find_blocks(
             yield _describe(segment, slot, rows[slot], namespaces, records, ttls, now_s)
 
 
-def find_slots(
-    segments: Iterable[Segment], namespace_id: int, hashes: bytes
-) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
+def find_slots(segment: Segment, namespace_id: int, hashes: bytes) -> NDArray[np.intp]:
     """Every slot that holds a block of one of these prefix hashes in the namespace, whatever its flags. Raises: OSError."""
     wanted = np.frombuffer(hashes, dtype=f"V{HASH_BYTES}")
-    for segment in segments:
-        rows = segment.read_rows(0, segment.slot_count)
-        named = np.isin(np.ascontiguousarray(rows["prefix_hash"]).view(wanted.dtype), wanted)
-        slots = np.flatnonzero(
-            named & (rows["namespace_id"] == namespace_id) & fmt.valid_rows(rows, segment.segment_id)
-        )
-        if len(slots):
-            yield segment, slots
+    rows = segment.read_rows(0, segment.slot_count)
+    named = np.isin(np.ascontiguousarray(rows["prefix_hash"]).view(wanted.dtype), wanted)
+    return np.flatnonzero(named & (rows["namespace_id"] == namespace_id) & fmt.valid_rows(rows, segment.segment_id))
 
 
 def _describe(

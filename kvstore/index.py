@@ -141,7 +141,6 @@ class BlockIndex:
         """Throw away what is there and begin with an empty index. Raises: StorageError."""
         if self._env is not None:
             self._env.close()
-        self._remove_checksum()
         self._damaged = False
         try:
             _empty(self._directory)
@@ -339,7 +338,8 @@ class BlockIndex:
 def _empty(directory: Path) -> None:
     """Make the directory, or remove all that is in it; not the directory itself, which may be a link to another disk."""
     directory.mkdir(exist_ok=True)
-    for path in directory.iterdir():
+    # What is to be distrusted goes before what says so, or a start after a kill in between could trust it.
+    for path in sorted(directory.iterdir(), key=lambda path: path.name != "data.mdb"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

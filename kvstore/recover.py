@@ -51,6 +51,8 @@ def recover(segments: SegmentSet, index: BlockIndex, progress: Callable[[int, in
         # It opened and looked whole, but it is not.
         _start_over(segments, index, str(error), progress)
     index.complete()
+    if index.distrusted:
+        return  # what is left open is filed by the next start in any case, also when the index cannot be marked
     for segment in segments.all():
         segment.seal()
 

@@ -130,6 +130,7 @@ class LocalStore:
         self._clock_file.keep(self._clock)
         self._catalog_lock = threading.Lock()  # guards changes of _catalog; reading the attribute needs none
         self._catalog = catalog
+        self._catalog_saved = True  # guarded by _catalog_lock
         self._rules = _rules(catalog)
         self._next_segment_id, self._segment_ids_end = 0, 0  # writer thread only, once it runs
         self._invariants: InvariantReport | None = None  # of the last check; replaced as a whole
@@ -234,12 +235,24 @@ class LocalStore:
             except OSError as error:
                 _log.warning("a power loss may revive what the old TTLs had ended: %s", error)
         if catalog != self._catalog:
-            # In force also on a full disk: puts wait for the catalog to be written, with the segment ids they need.
+            # In force also on a full disk: puts wait for the catalog to be written, which every tick tries.
+            self._catalog_saved = False
+            self._use_catalog(catalog)
             try:
-                catalog.save(self._data_dir.path, self._device)
+                self._save(catalog)
             except OSError as error:
                 _log.warning("the catalog cannot be written, and its traffic classes are those of this run: %s", error)
-            self._use_catalog(catalog)
+
+    def _save(self, catalog: Catalog) -> None:
+        """Raises: OSError."""
+        catalog.save(self._data_dir.path, self._device)
+        self._catalog_saved = True
+
+    def _save_late(self) -> None:
+        """Write what could not be written when it changed. Raises: OSError: it cannot be yet."""
+        with self._catalog_lock:
+            if not self._catalog_saved:
+                self._save(self._catalog)
 
     def _use_catalog(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -258,6 +271,8 @@ class LocalStore:
         self._writer.close()
         self._index.close()
         self._segments.release()
+        with contextlib.suppress(OSError):  # told at the start
+            self._save_late()
         self._clock_file.save(self._clock.note())
         self._clock_file.close()
         self._data_dir.close()
@@ -389,7 +404,7 @@ class LocalStore:
         with self._catalog_lock:
             catalog = change(self._catalog)
             try:
-                catalog.save(self._data_dir.path, self._device)
+                self._save(catalog)
             except OSError as error:
                 raise storage_error(error) from error
             try:
@@ -721,28 +736,50 @@ class LocalStore:
     def _delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
         """On the writer thread: a block that is just being moved would take no flag along."""
         now_s, deleted = self._clock.now_s(), 0
-        for segment, slots in self._to_delete(namespace, chain, first_block, block_count, now_s):
-            segment.flag(slots, fmt.FLAG_DELETED)
-            deleted += len(slots)
-        if self._config.durability == "sync":
-            self._segments.sync_flags()
-        self.counters.add(blocks_deleted=deleted)
+        try:
+            for segment, slots in self._to_delete(namespace, chain, first_block, block_count, now_s):
+                segment.flag(slots, fmt.FLAG_DELETED)
+                deleted += len(slots)
+        finally:
+            if self._config.durability == "sync":
+                self._segments.sync_flags()
+            self.counters.add(blocks_deleted=deleted)
         return deleted
 
     def _to_delete(
         self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
-    ) -> list[tuple[Segment, NDArray[np.intp]]]:
-        """Where the blocks are alive, also where the index cannot tell or they are not offered just now: they would come back."""
-        if not self._index.distrusted:
+    ) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
+        """Where the blocks are alive, also where the index cannot tell or they are not offered just now: they would come back.
+
+        Raises: StorageError: at the end, when there may be more of them.
+        """
+        if self._index_tells(block_keys(namespace.namespace_id, chain.data, first_block, block_count)):
             addrs, live = self._look_up(namespace, chain, first_block, block_count, now_s, suspected_too=True)
-            return [(segment, _numbers(slots)) for segment, _, slots in self._places(addrs[live])]
+            yield from ((segment, _numbers(slots)) for segment, _, slots in self._places(addrs[live]))
+        if not self._index.distrusted:
+            return
         # Slow, but rare: the next start rebuilds the index, and with it what was not found here.
         hashes = chain.data[first_block * HASH_BYTES : (first_block + block_count) * HASH_BYTES]
-        try:
-            found = list(find_slots(self._segments.all(), namespace.namespace_id, hashes))
-        except OSError as error:
-            raise storage_error(error) from error
-        return [(segment, slots[self._rules.ttls.live(segment.uses[slots], now_s)]) for segment, slots in found]
+        failed: OSError | None = None
+        for segment in self._segments.all():
+            try:
+                slots = find_slots(segment, namespace.namespace_id, hashes)
+            except OSError as error:
+                failed = error
+            else:
+                yield segment, slots[self._rules.ttls.live(segment.uses[slots], now_s)]
+        if failed is not None:
+            raise storage_error(failed) from failed
+
+    def _index_tells(self, keys: Sequence[bytes]) -> bool:
+        """Whether the index is whole as far as asking it shows. Raises: StorageError: it cannot answer now."""
+        if not self._index.distrusted:
+            try:
+                self._index.lookup(keys)
+            except StorageError:
+                if not self._index.distrusted:
+                    raise
+        return not self._index.distrusted
 
     # State objects
 
@@ -1048,6 +1085,8 @@ class LocalStore:
         """Once a second on the writer thread."""
         self._believe_clock()
         self._clock_file.keep(self._clock)
+        with contextlib.suppress(OSError):  # told at the start
+            self._save_late()
         self._reclaimer.tick(self._writer)
         self._trim()
 
@@ -1104,7 +1143,8 @@ class LocalStore:
         return bool(self._live_addrs(_as_array([addr]), self._clock.now_s())[0])
 
     def _new_segment(self, class_id: int) -> Segment:
-        """Make a segment under an id never used before; writer thread only."""
+        """Make a segment under an id never used before; writer thread only. Raises: OSError."""
+        self._save_late()  # its class may be one that the catalog on disk does not have yet
         if self._next_segment_id >= self._segment_ids_end:
             self._reserve_segment_ids()
         segment_id = SegmentId(self._next_segment_id)
@@ -1121,7 +1161,7 @@ class LocalStore:
     def _reserve_segment_ids(self) -> None:
         with self._catalog_lock:
             catalog, first = self._catalog.with_segment_run()
-            catalog.save(self._data_dir.path, self._device)
+            self._save(catalog)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
 

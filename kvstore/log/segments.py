@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CorruptDataDirError, StorageError
@@ -27,6 +28,12 @@ DAMAGED_SUFFIX = ".damaged"
 # What a disk or a file system says of a file whose bytes it cannot give; other errors say something about this process.
 UNREADABLE_ERRNOS = frozenset({errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCLEAN})
 _PROBE_FILE = "unlink" + SCRATCH_SUFFIX
+_CANNOT_BE_ASKED_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}
+)  # no room for one more file
+# So many segments in a row that cannot be given back are no accident: one more is tried after a while, and not all of them now.
+_REFUSALS_MAX = 8
+_REFUSED_S = 60.0
 
 
 class SegmentSet:
@@ -52,6 +59,8 @@ class SegmentSet:
         self._segments: dict[SegmentId, Segment] = {}
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
+        self._refused_in_row = 0  # segments that could not be unlinked since the last that could; writer thread only
+        self._refused_until_s = 0.0  # by the monotonic clock; writer thread only
         self._used_bytes = 0  # of all in _allocated
         # Files set aside; replaced as a whole.
         self._aside = sorted(path for path in directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
@@ -102,7 +111,9 @@ class SegmentSet:
     def _set_aside(self, path: Path, error: Exception) -> None:
         aside = path.with_suffix(path.suffix + DAMAGED_SUFFIX)
         self._device.rename(path, aside)
-        _log.error("segment %s is damaged and was set aside as %s: %s", path.name, aside.name, error)
+        if self.durable:
+            self.sync_names()
+        _log.error("segment %s was set aside as %s: %s", path.name, aside.name, error)
         self._aside = [*self._aside, aside]
         self._removable = self._aside
 
@@ -209,16 +220,22 @@ class SegmentSet:
         except OSError as error:
             if not segment.unlink_failed:
                 _log.warning("segment %s cannot be removed and keeps its space: %s", segment.path.name, error)
+                self._refused_in_row += 1
+                self._refused_until_s = time.monotonic() + _REFUSED_S
             segment.unlink_failed = True
             return False
+        self._refused_in_row = 0
         return True
 
     def nothing_can_be_unlinked(self) -> bool:
         """Whether a file that cannot be is the directory's fault, or the disk's: then reclaiming more would free nothing.
 
-        An empty file is asked, because however many segments refuse, the next one may go.
+        An empty file is asked, because where some segments refuse the next one may go; but not when many have, one after the other.
         """
-        return any(segment.unlink_failed for segment in self._retiring) and not self._lets_a_file_go()
+        if not any(segment.unlink_failed for segment in self._retiring):
+            return False
+        refused = self._refused_in_row >= _REFUSALS_MAX and time.monotonic() < self._refused_until_s
+        return refused or not self._lets_a_file_go()
 
     def _lets_a_file_go(self) -> bool:
         """Do with an empty file what giving back a segment takes."""
@@ -226,14 +243,17 @@ class SegmentSet:
         try:
             # One that is there could not be removed the last time.
             descriptor = self._device.open(path) if path.exists() else self._device.create(path)
+        except OSError as error:
+            return error.errno in _CANNOT_BE_ASKED_ERRNOS
+        try:
             try:
                 if self.durable:
                     self._device.sync(descriptor)
             finally:
                 self._device.close(descriptor)
                 self._device.unlink(path)
-        except OSError as error:
-            return error.errno in (errno.ENOSPC, errno.EDQUOT)  # no room for a name: it could not be asked
+        except OSError:
+            return False
         return True
 
     def used_bytes(self) -> int:

@@ -24,7 +24,7 @@ from kvstore.traffic import RefreshRule
 from kvstore.types import BlockAddr, PutStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
     from typing_extensions import Buffer
@@ -392,9 +392,13 @@ class LogWriter:
     def _make_findable(self, written: list[_Pending]) -> None:
         if not written:
             return
-        # First, as in a move: a process that dies in between must not leave two places of a block.
-        superseded = self._supersede(written)
+        superseded: list[tuple[Segment, int]] = []
         try:
+            # Where they are now: making room for the new ones may have moved them.
+            keys = [item.new.key for item in written if item.replaced is not None]
+            replaced = self._index.lookup(keys) if keys else {}
+            # First, as in a move: a process that dies in between must not leave two places of a block.
+            superseded = self._supersede(replaced.values())
             self._index.commit({item.new.key: item.addr for item in written if item.addr is not None})
         except KvStoreError as error:
             self.take_back(superseded)
@@ -407,10 +411,10 @@ class LogWriter:
         expired = [slot for segment, slot in superseded if not segment.suspected(np.array([slot]))]
         self._counters.add(blocks_expired=len(expired))
 
-    def _supersede(self, written: list[_Pending]) -> list[tuple[Segment, int]]:
+    def _supersede(self, replaced: Iterable[BlockAddr]) -> list[tuple[Segment, int]]:
         """Flag the older copies; returns those that no flag had ended, which have expired or are suspected."""
         superseded = []
-        for addr in [item.replaced for item in written if item.replaced is not None]:
+        for addr in replaced:
             segment = self._segments.get(addr.segment_id)
             # A damaged index may name a slot that no segment has.
             if segment is not None and addr.slot < segment.header.row_capacity:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -728,6 +729,143 @@ def test_a_catalog_that_cannot_be_written_keeps_no_changed_class_from_being_serv
     clock.advance(3_601)
     assert store.match(namespace, chain_of(namespace, 9, 1)).hit_length_blocks == 0
     assert store.match(namespace, chains[0]).hit_length_blocks == len(chains[0])
+    store.close()
+
+
+@pytest.mark.parametrize("ends", ["in order", "by a kill"])
+def test_a_longer_ttl_that_could_not_be_written_at_the_start_is_written_later(tmp_path, clock, ends):
+    """Or the next start would end by the old one what has lived by the new."""
+    short, long = ({"agent": TrafficClassConfig(ttl_s=ttl_s)} for ttl_s in (3_600, 86_400))
+    store = open_store(tmp_path, clock, traffic_classes=short)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 8)
+    put(store, namespace, chain)
+    store.close()
+    device = FaultyDevice()
+    device.fail_create = True
+    store = open_store(tmp_path, clock, device=device, traffic_classes=long)
+    clock.advance(5_000)
+    assert store.match(namespace, chain, peek=True).hit_length_blocks == 8
+    device.heal()
+    if ends == "in order":
+        store.close()
+    else:
+        store._on_writer(store._tick)
+        crash(store)
+    store = open_store(tmp_path, clock, traffic_classes=long)
+    assert store.match(namespace, chain).hit_length_blocks == 8
+    store.close()
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_an_index_thrown_away_is_not_trusted_whatever_is_left_of_it(filled, clock, step, monkeypatch):
+    path, namespace, chains = filled
+    store = open_store(path, clock)
+    keys = block_keys(namespace.namespace_id, chains[1].data, 0, len(chains[1]))
+    store._index.commit({}, store._index.lookup(keys).items())
+    store._index.distrust("it has lost some")
+    crash_sealed(store)
+
+    class DiedError(BaseException):
+        pass
+
+    unlink, steps = Path.unlink, []
+
+    def dies(self, missing_ok=False):
+        steps.append(self.name)
+        if len(steps) > step:
+            raise DiedError
+        unlink(self, missing_ok)
+
+    with monkeypatch.context() as patched, contextlib.suppress(DiedError):
+        patched.setattr(Path, "unlink", dies)
+        crash_sealed(open_store(path, clock))
+    reopen_and_check(path, clock, namespace, chains)
+
+
+def test_rows_that_could_not_be_filed_or_told_of_are_filed_by_the_next_start(tmp_path, clock, monkeypatch):
+    """The disk is too full for the index, and even for the mark that it is not whole."""
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr(store._index, "commit", lambda *_: 0)
+        put(store, namespace, chain)
+    crash(store)
+
+    def full(*_):
+        raise StoreFullError("no room")
+
+    device = FaultyDevice()
+    with monkeypatch.context() as patched:
+        patched.setattr(BlockIndex, "add", full)
+        device.fail_create = True
+        store = open_store(tmp_path, clock, device=device)
+        crash_sealed(store)
+    store = open_store(tmp_path, clock)
+    assert store.match(namespace, chain).hit_length_blocks == 8
+    store.close()
+
+
+def crash_sealed(store):
+    """A dead process that leaves its segments in the state they are in."""
+    store._writer.close()
+    store._index._env.close()
+    store._segments.release()
+    store._data_dir.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "in the rebuild"])
+def test_the_new_name_of_a_file_set_aside_is_durable(tmp_path, clock, when):
+    _, _, names = fill_segments(tmp_path, clock, "sync")
+    shutil.rmtree(tmp_path / "index")
+    device = BadSegments(names[:1] if when == "at once" else [])
+    durable_names = set()
+
+    def sync_directory(path):
+        FileDevice.sync_directory(device, path)
+        if path.name == "segments":
+            durable_names.clear()
+            durable_names.update(entry.name for entry in path.iterdir())
+
+    device.sync_directory = sync_directory
+    progress = lambda done, total: device.bad.update(names[:1])  # noqa: E731
+    config = StoreConfig(capacity=4 << 20, durability="sync")
+    store = LocalStore.open(tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=progress)
+    assert f"{names[0]}.seg.damaged" in durable_names
+    assert f"{names[0]}.seg" not in durable_names
+    store.close()
+
+
+@pytest.mark.parametrize("blocks", [8, 12, 16])
+def test_a_suspected_block_that_is_moved_while_it_is_stored_again_has_one_place(tmp_path, clock, blocks):
+    """Room for the group is made between the look at what is there and the flag on it."""
+    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10)
+    store._writer._housekeeping = lambda: None
+    namespace = store.register_namespace(spec())
+    chains = []
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 60_000:
+        chains.append(chain_of(namespace, len(chains), 8))
+        put(store, namespace, chains[-1])
+        clock.advance(1)
+    for chain in chains[:6]:
+        store.delete(namespace, chain, 1, 7)  # so that this segment is the one to be compacted
+    target = chains[2]
+    store._segments.all()[0].suspect(16)
+    big = chain_of(namespace, 2_000, blocks)
+    gate = threading.Event()
+    store._writer.call(lambda: gate.wait(10))
+    answers = [
+        store.submit_put(namespace, big, [put_block(big, i, payload(big[i])) for i in range(blocks)]),
+        store.submit_put(namespace, target, [put_block(target, 0, payload(target[0]))]),
+    ]
+    gate.set()
+    assert {result.status for answer in answers for result in answer.result()} == {PutStatus.STORED}
+    assert store.delete(namespace, target, 0, 1) == 1
+    store.close()
+    (tmp_path / "index" / "data.mdb").unlink()
+    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10)
+    assert get(store, namespace, target)[0] == {}
     store.close()
 
 

@@ -154,6 +154,34 @@ def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_p
     store.close()
 
 
+def test_more_files_that_cannot_be_given_back_than_is_an_accident_cost_time_as_well(tmp_path, clock, monkeypatch):
+    """Puts are refused then but for one segment a minute, until one of them goes."""
+    device = UnsyncedFiles()
+    store = quiet(open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device))
+    namespace = store.register_namespace(spec(4096))
+    fill(store, namespace, clock)
+    odd = [segment.path for segment in store._segments.all()[:10]]
+    device.fail_unlink = lambda path: path in odd
+
+    def some_puts(first):
+        stored = 0
+        for conversation in range(first, first + 100):
+            clock.advance(60)
+            stored += all_stored(put(store, namespace, chain_of(namespace, conversation, 8)))
+            store._on_writer(store._tick)
+        return stored
+
+    some_puts(500)
+    assert some_puts(600) == 0
+    assert store.status().live.blocks
+    monkeypatch.setattr("kvstore.log.segments._REFUSED_S", 0)
+    store._segments._refused_until_s = 0  # a minute later, and the next ones as soon as they may
+    some_puts(700)
+    monkeypatch.undo()
+    assert some_puts(800) == 100
+    store.close()
+
+
 def test_a_full_disk_whose_blocks_are_all_leased_costs_no_more_than_is_missing(tmp_path, clock):
     """What was retired for it gives its space when its leases pass; the puts that are rejected until then cost nothing more."""
     device = SmallDisk(tmp_path, 4 << 20)
@@ -355,4 +383,39 @@ def test_one_unreadable_segment_stops_neither_expiry_nor_limits_and_is_tried_aga
     clock.advance(100_000)
     store.sweep()
     assert store.status().segment_count == 0
+    store.close()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_disk_that_gives_no_segment_back_does_not_cost_them_all(tmp_path, clock, error):
+    """It syncs an empty file and no other: every segment that is given up refuses."""
+
+    class Refuses(FaultyDevice):
+        bad = False
+
+        def sync(self, descriptor):
+            if self.bad and os.readlink(f"/proc/self/fd/{descriptor}").endswith(".seg"):
+                raise OSError(error, "injected")
+            super().sync(descriptor)
+
+    device = Refuses()
+    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability="sync")
+    store._writer._housekeeping = lambda: None
+    namespace = store.register_namespace(spec())
+    chains = []
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
+        chains.append(chain_of(namespace, len(chains), 8))
+        put(store, namespace, chains[-1])
+        clock.advance(1)
+    before = store.status().live.blocks
+    device.bad = True
+    for number in range(6):
+        put(store, namespace, chain_of(namespace, 1_000 + number, 8))
+        store._on_writer(store._tick)
+    assert store.status().live.blocks > before * 0.6
+    device.bad = False
+    store._on_writer(store._tick)
+    for number in range(6):
+        results = put(store, namespace, chain_of(namespace, 1_000 + number, 8))
+        assert {result.status for result in results} == {PutStatus.STORED}
     store.close()

@@ -6,6 +6,7 @@ import errno
 import math
 import mmap
 import os
+import struct
 import threading
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.index import block_keys, state_key
 from kvstore.log import format as fmt
+from kvstore.log.writer import Stream
 from kvstore.store import _state_hash
 from kvstore.types import EvictSelection, PutBlock, PutStatus
 from kvstore_api.checksum import block_checksum
@@ -847,6 +849,51 @@ def test_what_a_distrusted_index_does_not_know_can_be_deleted_and_does_not_come_
     assert set(get(store, namespace, other)[0]) == {0, 2, 3, 4}
     assert store.invariants().violations == ()
     store.close()
+
+
+def test_a_delete_that_is_the_first_to_meet_a_damaged_index_deletes_all_the_same(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 32) for conversation in range(8)]
+    for chain in chains:
+        put(store, namespace, chain)
+    store._index._env.sync(True)
+    with (tmp_path / "index" / "data.mdb").open("r+b") as file:
+        data = file.read()
+        for page in range(2 * 4096, len(data), 4096):
+            flags, lower = struct.unpack_from("<HH", data, page + 10)
+            if flags & 2 and (lower - 16) // 2 > 4:  # a leaf page with entries of blocks
+                file.seek(page + 10)
+                file.write(b"\0\0")
+    assert store.delete(namespace, chains[3], 0, 32) == 32
+    store.close()
+    store = open_store(tmp_path, clock)
+    assert get(store, namespace, chains[3])[0] == {}
+    assert_whole(store, namespace, chains[4])
+    store.close()
+
+
+def test_a_delete_without_index_or_a_segments_rows_deletes_what_it_can_and_says_so(tmp_path, clock):
+    device = FaultyDevice()
+    store = open_store(tmp_path, clock, device=device)
+    namespace = store.register_namespace(spec())
+    chains = [chain_of(namespace, conversation, 8) for conversation in range(2)]
+    for chain in chains:
+        put(store, namespace, chain)
+        store._on_writer(lambda: store._writer.seal(Stream(1)))
+    store._index.distrust("for a test")
+    bad = store._segments.all()[0]
+    read_rows, bad.read_rows = bad.read_rows, unreadable
+    with pytest.raises(StorageError, match="Input/output error"):
+        store.delete(namespace, chains[1], 0, 8)
+    bad.read_rows = read_rows
+    assert get(store, namespace, chains[1])[0] == {}
+    assert_whole(store, namespace, chains[0])
+    store.close()
+
+
+def unreadable(*_):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_one_bad_sector_costs_one_block_for_a_minute(store, namespace, device, monkeypatch):
