@@ -83,7 +83,8 @@ class Connections:
     """A connection per process: a forked child gets its own, and leaves its parent's alone.
 
     A child must neither use nor close the channel it inherited: its socket is the parent's too. GRPC_ENABLE_FORK_SUPPORT is
-    not needed and better left unset: with it, grpcio 1.85 hangs inside fork() while other threads have calls under way.
+    not needed and better left unset: with it, grpcio 1.85 hangs inside fork() while other threads have calls under way. Without
+    it such a child works, but for about one in several hundred, which dies by a signal inside grpcio: fork between calls, or spawn.
     """
 
     def __init__(self, config: ClientConfig) -> None:

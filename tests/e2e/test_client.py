@@ -210,10 +210,14 @@ def main(target, start_method):
     client = KVStoreClient(ClientConfig(target=target, base_budget_s=60))
     namespace, stop = client.namespace(SPEC), threading.Event()
     use(namespace)
-    # The parent goes on meanwhile: its locks are taken and its calls under way when a child is made.
+    # The parent goes on meanwhile, but for "fork": its locks are taken and its calls under way when a child is made.
     threads = [threading.Thread(target=work_until, args=(stop, namespace)) for _ in range(2)]
     for thread in threads:
         thread.start()
+    if start_method == "fork":
+        stop.set()
+        for thread in threads:
+            thread.join()
     codes = []
     if start_method == "spawn":
         children = [multiprocessing.get_context("spawn").Process(target=spawned, args=(target,)) for _ in range(2)]
@@ -247,7 +251,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+# grpcio does not promise that a process may fork while other threads are inside it; about one child in several hundred dies by a
+# signal there, with 1.85. So that one is a soak, and not what every change waits for.
+@pytest.mark.parametrize("start_method", ["fork", "spawn", pytest.param("fork in a call", marks=pytest.mark.soak)])
 def test_client_works_in_other_processes_and_none_hangs_at_exit(server, tmp_path, start_method):
     script = tmp_path / "processes.py"
     script.write_text(PROCESS_SCRIPT)
