@@ -114,12 +114,12 @@ class Reclaimer:
         limit = self._put_limit_bytes - max(0, index_bytes - self._index_slack_bytes)
         if self.used_bytes() + need_bytes <= limit:
             return
-        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
+        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s(), self._clock.steady_s()))
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
             enough_coming = used - coming + need_bytes <= min(self._low_bytes, limit)
-            stuck = self._segments.nothing_can_be_unlinked()
+            stuck = self._segments.nothing_can_be_unlinked(self._clock.steady_s())
             if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
                     f"{need_bytes} bytes do not fit: {used} of store.capacity {self._capacity_bytes} used, of which "
@@ -129,7 +129,7 @@ class Reclaimer:
     def tick(self, writer: LogWriter) -> None:
         """Once a second: finish what waited for leases, keep ahead of the cap, give back what is dead."""
         used_before = self._segments.used_bytes()
-        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s()))
+        self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s(), self._clock.steady_s()))
         self._quotas.refresh()
         self._drop_dead(writer)
         self._relieve_disk(writer, used_before)
@@ -146,7 +146,7 @@ class Reclaimer:
         for _ in range(_RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
-            stuck = self._segments.nothing_can_be_unlinked()
+            stuck = self._segments.nothing_can_be_unlinked(self._clock.steady_s())
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
 
@@ -157,7 +157,7 @@ class Reclaimer:
         """
         coming = used_before - self._segments.used_bytes() + self._segments.retiring_bytes()
         candidates = self._candidates(writer) if coming < writer.disk_short_bytes else []
-        if candidates and not self._segments.nothing_can_be_unlinked():
+        if candidates and not self._segments.nothing_can_be_unlinked(self._clock.steady_s()):
             deadest = min(candidates, key=lambda candidate: candidate.live_share)
             live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
             self._reclaim(deadest.segment, live, writer)
@@ -300,7 +300,7 @@ class Reclaimer:
         if moved:
             self._point_to_new_places(segment, keys, moved, writer)
         self._segments.retire(segment)
-        freed = self._segments.reap(self._clock.now_s())
+        freed = self._segments.reap(self._clock.now_s(), self._clock.steady_s())
         # Last, so that a disk too full for a commit gets its room first. Until it is done the entries name a segment id that is
         # never used again, so they can only ever be a miss.
         self._obsolete += removed

@@ -32,6 +32,8 @@ class FaultyDevice(FileDevice):
         self.fail_resize = False
         self.fail_read = False
         self.fail_unlink: Callable[[Path], bool] = lambda path: False
+        # The errno with which a read of a file's bytes from the one to before the other fails; 0: it does not.
+        self.fail_read_of: Callable[[Path, int, int], int] = lambda path, begin, end: 0
         self.short_read_bytes = 0  # every read comes back so much too short
         self.stall_write_after: int | None = None  # the write after so many puts half of its bytes on disk and waits
         self.stalled, self.go_on = threading.Event(), threading.Event()
@@ -75,6 +77,9 @@ class FaultyDevice(FileDevice):
         if self.fail_read:
             raise OSError(errno.EIO, "injected: read failed")
         total = sum(len(buffer) for buffer in buffers)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if error := self.fail_read_of(path, offset_bytes, offset_bytes + total):
+            raise OSError(error, f"injected: {os.strerror(error)}")
         wanted = max(0, total - self.short_read_bytes)
         cut = []
         for buffer in buffers:

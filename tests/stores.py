@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -9,15 +10,16 @@ import numpy as np
 
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
+from kvstore.log.writer import Stream
 from kvstore.store import LocalStore
-from kvstore.types import PutBlock, PutResult
+from kvstore.types import PutBlock, PutResult, PutStatus
 from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import NamespaceSpec
 from kvstore_client.hashing import prefix_hashes, prefix_seed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from kvstore.config import TenantConfig, TrafficClassConfig
@@ -116,3 +118,42 @@ def du_bytes(path: Path) -> int:
 def tree_bytes(path: Path) -> int:
     """The same without starting a process, for tests that look after each step."""
     return sum(entry.lstat().st_blocks * 512 for entry in (path, *path.rglob("*")))
+
+
+def quiet(store: LocalStore) -> LocalStore:
+    """Ticks come when the test says so."""
+    store._writer._housekeeping = lambda: None
+    return store
+
+
+def seal(store: LocalStore, class_id: int = 1) -> None:
+    """What is put from now on goes to another segment."""
+    store._on_writer(lambda: store._writer.seal(Stream(class_id)))
+
+
+def put_in_segments(store: LocalStore, namespace: Namespace, chains: Iterable[Chain]) -> None:
+    """Each chain in a segment of its own."""
+    for chain in chains:
+        put(store, namespace, chain)
+        seal(store)
+
+
+def fill_up(store: LocalStore, namespace: Namespace, clock: ManualClock, spare_bytes: int = 100_000) -> list[Chain]:
+    """Chains of eight blocks, a second apart, until the next ones need room."""
+    chains: list[Chain] = []
+    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - spare_bytes:
+        chains.append(chain_of(namespace, len(chains), 8))
+        assert {result.status for result in put(store, namespace, chains[-1])} == {PutStatus.STORED}
+        clock.advance(1)
+    return chains
+
+
+def assert_stays_deleted(store: LocalStore, path: Path, clock: ManualClock, namespace: Namespace, chain: Chain) -> None:
+    """All of the chain can be deleted, and none of it is back after the index was rebuilt. The store is closed by it."""
+    assert store.delete(namespace, chain, 0, len(chain)) == len(chain)
+    store.close()
+    shutil.rmtree(path / "index")
+    store = open_store(path, clock, capacity=store.capacity_bytes)
+    assert store.match(namespace, chain).hit_length_blocks == 0, "a deleted block is back"
+    assert get(store, namespace, chain)[0] == {}
+    store.close()

@@ -7,7 +7,6 @@ import errno
 import logging
 import math
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from kvstore.errors import CorruptDataDirError, StorageError
@@ -60,7 +59,7 @@ class SegmentSet:
         self._allocated: dict[SegmentId, int] = {}
         self._retiring: list[Segment] = []  # writer thread only
         self._refused_in_row = 0  # segments that could not be unlinked since the last that could; writer thread only
-        self._refused_until_s = 0.0  # by the monotonic clock; writer thread only
+        self._refused_until_s = 0.0  # by the steady clock; writer thread only
         self._used_bytes = 0  # of all in _allocated
         # Files set aside; replaced as a whole.
         self._aside = sorted(path for path in directory.iterdir() if path.suffix == DAMAGED_SUFFIX)
@@ -172,17 +171,18 @@ class SegmentSet:
         segment.state = fmt.STATE_RETIRED
         self._retiring.append(segment)
 
-    def reap(self, now_s: float) -> int:
+    def reap(self, now_s: float, steady_s: float) -> int:
         """Unlink retired files whose leases have passed; returns bytes given back.
 
         A file that cannot be unlinked stays on the list and keeps counting; the others go on.
+        Args: now_s, steady_s: the store's time, and the steady clock's.
         """
         freed, kept = 0, []
         for segment in self._retiring:
             # What says later is damage, or was noted by a clock that was ahead: no lease given before the file was retired ends
             # later. One of a start with a larger store.lease_max_s loses its file too; its get looks the chain up.
             segment.limit_lease(math.ceil(now_s + self._lease_max_s))
-            if segment.lease_until_s >= now_s or not self._unlink(segment):
+            if segment.lease_until_s >= now_s or not self._unlink(segment, steady_s):
                 kept.append(segment)
                 continue
             with self._lock:
@@ -209,7 +209,7 @@ class SegmentSet:
             if segment.flags_unsynced:
                 segment.sync()
 
-    def _unlink(self, segment: Segment) -> bool:
+    def _unlink(self, segment: Segment, steady_s: float) -> bool:
         try:
             if self.durable and segment.flags_unsynced:
                 # The file may come back after a power loss: then it must still say that its blocks have moved.
@@ -221,20 +221,20 @@ class SegmentSet:
             if not segment.unlink_failed:
                 _log.warning("segment %s cannot be removed and keeps its space: %s", segment.path.name, error)
                 self._refused_in_row += 1
-                self._refused_until_s = time.monotonic() + _REFUSED_S
+                self._refused_until_s = steady_s + _REFUSED_S
             segment.unlink_failed = True
             return False
         self._refused_in_row = 0
         return True
 
-    def nothing_can_be_unlinked(self) -> bool:
+    def nothing_can_be_unlinked(self, steady_s: float) -> bool:
         """Whether a file that cannot be is the directory's fault, or the disk's: then reclaiming more would free nothing.
 
         An empty file is asked, because where some segments refuse the next one may go; but not when many have, one after the other.
         """
         if not any(segment.unlink_failed for segment in self._retiring):
             return False
-        refused = self._refused_in_row >= _REFUSALS_MAX and time.monotonic() < self._refused_until_s
+        refused = self._refused_in_row >= _REFUSALS_MAX and steady_s < self._refused_until_s
         return refused or not self._lets_a_file_go()
 
     def _lets_a_file_go(self) -> bool:
@@ -258,8 +258,7 @@ class SegmentSet:
 
     def used_bytes(self) -> int:
         """Allocated bytes of all segment files, retired and damaged ones included."""
-        with self._lock:
-            return self._used_bytes + _allocated_bytes(self._aside)
+        return self._used_bytes + _allocated_bytes(self._aside)
 
     def accounted(self) -> dict[SegmentId, int]:
         """What is counted for each segment file."""

@@ -9,9 +9,8 @@ import pytest
 from faults import FaultyDevice, PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import StoreFullError
-from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
+from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, seal, spec
 
 BLOCK_BYTES = 4000  # five to a segment
 
@@ -46,7 +45,7 @@ def prepare(store, namespace, what):
     if what is reclaim:
         put(store, namespace, chain_of(namespace, 3, 7))
         store.delete(namespace, chain_of(namespace, 3, 7), 0, 6)
-        store._on_writer(lambda: store._writer.seal(Stream(1)))
+        seal(store)
 
 
 @pytest.mark.parametrize("what", [roll, reclaim])

@@ -9,9 +9,8 @@ from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
 from kvstore.errors import StoreFullError
 from kvstore.log.device import FileDevice
-from kvstore.log.writer import Stream
 from kvstore.types import PutStatus
-from stores import assert_whole, chain_of, get, open_store, put, spec
+from stores import assert_whole, chain_of, get, open_store, put, seal, spec
 
 SEEDS = range(12)  # what is lost differs: some of these lose everything that was not synced
 
@@ -51,7 +50,7 @@ def test_a_moved_block_that_was_deleted_does_not_come_back_with_its_old_file(tmp
         kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
         put(store, namespace, kept)
         put(store, namespace, dead)
-        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        seal(store)
         put(store, namespace, chain_of(namespace, 3, 1))  # the segment that the block moves to
         store.delete(namespace, dead, 0, 4)
         if leased:
@@ -107,7 +106,7 @@ def test_a_copy_that_a_refused_put_was_to_replace_survives_although_its_flag_rea
         namespace = store.register_namespace(spec(4000))
         chain = chain_of(namespace, 1, 4)
         put(store, namespace, chain)
-        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        seal(store)
         (old,) = store._segments.all()
         device.fail_read = True
         get(store, namespace, chain)
@@ -134,7 +133,7 @@ def test_a_block_whose_move_the_index_refused_survives_although_its_flag_reached
         kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
         put(store, namespace, kept)
         put(store, namespace, dead)
-        store._on_writer(lambda store=store: store._writer.seal(Stream(1)))
+        seal(store)
         put(store, namespace, chain_of(namespace, 3, 1))
         store.delete(namespace, dead, 0, 4)
         old, refused = store._segments.all()[0], []

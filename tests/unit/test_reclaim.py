@@ -19,11 +19,23 @@ from kvstore.errors import InvalidArgumentError, StorageError
 from kvstore.index import KEY_BYTES, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
-from kvstore.log.writer import Stream
 from kvstore.types import BlockAddr, EvictSelection, PutStatus, SegmentId
 from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, put_block, spec, tree_bytes
+from stores import (
+    assert_whole,
+    chain_of,
+    du_bytes,
+    get,
+    open_store,
+    payload,
+    put,
+    put_block,
+    put_in_segments,
+    seal,
+    spec,
+    tree_bytes,
+)
 
 
 @pytest.fixture
@@ -131,7 +143,7 @@ def test_blocks_that_cannot_be_moved_stay_where_they_are_and_once(tmp_path, cloc
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 40)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    seal(store)
     store.delete(namespace, chain, 10, 30)
     device.fail_write_after = 12  # a header, then a few moved blocks, then no more
     store.sweep()
@@ -182,9 +194,7 @@ def test_too_few_descriptors_refuse_the_start_and_harm_nothing(tmp_path, clock):
     store = open_store(tmp_path, clock)
     namespace = store.register_namespace(spec())
     chains = [chain_of(namespace, conversation, 1) for conversation in range(40)]
-    for chain in chains:
-        put(store, namespace, chain)
-        store._on_writer(lambda: store._writer.seal(Stream(1)))
+    put_in_segments(store, namespace, chains)
     store.close()
     before = sorted(path.name for path in (tmp_path / "segments").iterdir())
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -424,7 +434,7 @@ def test_moved_blocks_do_not_mix_with_new_ones(tmp_path, clock):
     namespace = store.register_namespace(spec(4096))
     mixed = chain_of(namespace, 1, 20)
     put(store, namespace, mixed)
-    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    seal(store)
     fresh = chain_of(namespace, 2, 3)
     put(store, namespace, fresh)
     store.delete(namespace, mixed, 4, 16)
@@ -499,7 +509,7 @@ def test_what_is_used_again_outlives_what_was_written_after_it(tmp_path, clock, 
     def store_whole(chain):
         clock.advance(61)  # leases of what was just read do not decide here
         assert len(stored(put(store, namespace, chain))) == 250
-        store._on_writer(lambda: store._writer.seal(Stream(1)))
+        seal(store)
         clock.advance(1)
 
     store_whole(a)

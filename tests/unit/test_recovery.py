@@ -31,10 +31,24 @@ from kvstore.errors import (
 from kvstore.index import BlockIndex, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
-from kvstore.log.writer import Stream
 from kvstore.store import LocalStore
 from kvstore.types import BlockAddr, EvictSelection, PutStatus
-from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, put_block, spec
+from stores import (
+    assert_stays_deleted,
+    assert_whole,
+    chain_of,
+    du_bytes,
+    fill_up,
+    get,
+    open_store,
+    payload,
+    put,
+    put_block,
+    put_in_segments,
+    quiet,
+    seal,
+    spec,
+)
 
 
 @pytest.fixture
@@ -200,7 +214,7 @@ def test_a_crash_while_a_segment_is_being_reclaimed(tmp_path, clock):
         kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
         put(store, namespace, kept)
         put(store, namespace, dropped)
-        store._writer.call(lambda store=store: store._writer.seal(Stream(1))).result()
+        seal(store)
         store.delete(namespace, dropped, 0, 30)
         owner = store._index if step == "commit" else store._segments
         original = getattr(owner, step)
@@ -426,7 +440,7 @@ def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_
     kept, dropped = chain_of(namespace, 1, 4), chain_of(namespace, 2, 30)
     put(store, namespace, kept)
     put(store, namespace, dropped)
-    store._writer.call(lambda: store._writer.seal(Stream(1))).result()
+    seal(store)
     store.delete(namespace, dropped, 0, 30)
     commit, states = store._index.commit, {}
 
@@ -445,13 +459,7 @@ def test_a_block_deleted_where_a_reclaim_moved_it_does_not_come_back_from_where_
     store = open_store(tmp_path, clock)
     assert_whole(store, namespace, kept)
     assert store.invariants().violations == ()
-    assert store.delete(namespace, kept, 0, 4) == 4
-    store.close()
-    shutil.rmtree(tmp_path / "index")
-    store = open_store(tmp_path, clock)
-    assert get(store, namespace, kept)[0] == {}
-    assert store.match(namespace, kept).hit_length_blocks == 0
-    store.close()
+    assert_stays_deleted(store, tmp_path, clock, namespace, kept)
 
 
 def test_a_kill_between_a_moves_flags_and_its_commit_loses_nothing_whichever_segment_is_older(tmp_path, clock):
@@ -523,13 +531,12 @@ class BadSegments(FaultyDevice):
 
     def __init__(self, bad, error=errno.EIO, part=lambda offset_bytes: True):
         super().__init__()
-        self.bad, self.error, self.part = set(bad), error, part
+        self.bad = set(bad)
+        self.fail_read_of = lambda path, begin, end: error if path.name[:16] in self.bad and part(begin) else 0
 
-    def read(self, descriptor, buffers, offset_bytes):
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if path.name.partition(".")[0] in self.bad and self.part(offset_bytes):
-            raise OSError(self.error, os.strerror(self.error))
-        return super().read(descriptor, buffers, offset_bytes)
+    def spoil(self, name):
+        """What to give as `progress`, so that the file is bad once it was opened."""
+        return lambda done, total: self.bad.add(name)
 
 
 def fill_segments(path, clock, durability="memory"):
@@ -537,16 +544,15 @@ def fill_segments(path, clock, durability="memory"):
     store = open_store(path, clock, durability=durability)
     namespace = store.register_namespace(spec())
     chains = [chain_of(namespace, conversation, 20) for conversation in range(3)]
-    for chain in chains:
-        put(store, namespace, chain)
-        store._on_writer(lambda: store._writer.seal(Stream(1)))
+    put_in_segments(store, namespace, chains)
     names = [segment.path.name.partition(".")[0] for segment in store._segments.all()]
     store.close()
     assert len(names) == 3
     return namespace, chains, names
 
 
-in_uses = lambda offset_bytes: 4096 <= offset_bytes < 8192  # noqa: E731 - a use table begins behind the header
+def in_uses(offset_bytes):
+    return 4096 <= offset_bytes < 8192  # a use table begins behind the header
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA])
@@ -610,9 +616,10 @@ def test_rows_that_a_rebuild_cannot_read_any_more_are_set_aside(tmp_path, clock,
     namespace, chains, names = fill_segments(tmp_path, clock)
     shutil.rmtree(tmp_path / "index")
     device = BadSegments([])
-    progress = lambda done, total: device.bad.update(names[:1])  # noqa: E731
     config = StoreConfig(capacity=4 << 20)
-    store = LocalStore.open(tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=progress)
+    store = LocalStore.open(
+        tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=device.spoil(names[0])
+    )
     assert f"set aside as {names[0]}.seg.damaged" in caplog.text
     assert [store.match(namespace, chain).hit_length_blocks for chain in chains] == [0, 20, 20]
     assert store.status().used_bytes == du_bytes(tmp_path)
@@ -679,7 +686,7 @@ def test_of_two_places_of_a_block_one_with_a_damaged_row_is_never_the_better(tmp
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 1)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    seal(store)
     (old,) = store._segments.all()
     old.suspect(0)
     put(store, namespace, chain)
@@ -829,9 +836,10 @@ def test_the_new_name_of_a_file_set_aside_is_durable(tmp_path, clock, when):
             durable_names.update(entry.name for entry in path.iterdir())
 
     device.sync_directory = sync_directory
-    progress = lambda done, total: device.bad.update(names[:1])  # noqa: E731
     config = StoreConfig(capacity=4 << 20, durability="sync")
-    store = LocalStore.open(tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=progress)
+    store = LocalStore.open(
+        tmp_path, config, DEFAULT_TRAFFIC_CLASSES, clock, device=device, progress=device.spoil(names[0])
+    )
     assert f"{names[0]}.seg.damaged" in durable_names
     assert f"{names[0]}.seg" not in durable_names
     store.close()
@@ -840,14 +848,9 @@ def test_the_new_name_of_a_file_set_aside_is_durable(tmp_path, clock, when):
 @pytest.mark.parametrize("blocks", [8, 12, 16])
 def test_a_suspected_block_that_is_moved_while_it_is_stored_again_has_one_place(tmp_path, clock, blocks):
     """Room for the group is made between the look at what is there and the flag on it."""
-    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10)
-    store._writer._housekeeping = lambda: None
+    store = quiet(open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10))
     namespace = store.register_namespace(spec())
-    chains = []
-    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 60_000:
-        chains.append(chain_of(namespace, len(chains), 8))
-        put(store, namespace, chains[-1])
-        clock.advance(1)
+    chains = fill_up(store, namespace, clock, 60_000)
     for chain in chains[:6]:
         store.delete(namespace, chain, 1, 7)  # so that this segment is the one to be compacted
     target = chains[2]
@@ -889,7 +892,7 @@ def test_the_expired_copy_of_a_block_stored_again_is_flagged_before_the_index_le
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 3)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    seal(store)
     clock.advance(4 * 86_400)
     old = store._segments.all()[0]
     commit, flags = store._index.commit, []
@@ -910,7 +913,7 @@ def suspected_copy(store, device):
     namespace = store.register_namespace(spec())
     chain = chain_of(namespace, 1, 3)
     put(store, namespace, chain)
-    store._on_writer(lambda: store._writer.seal(Stream(1)))
+    seal(store)
     device.fail_read = True
     assert set(get(store, namespace, chain)[1].values()) == {"IO_ERROR"}
     device.fail_read = False
@@ -1001,10 +1004,4 @@ def test_a_suspected_copy_and_the_one_stored_for_it_never_both_live(tmp_path, cl
         store = open_store(tmp_path, clock)
     assert_whole(store, namespace, chain)
     assert store.invariants().violations == ()
-    assert store.delete(namespace, chain, 0, 3) == 3
-    store.close()
-    shutil.rmtree(tmp_path / "index")
-    store = open_store(tmp_path, clock)
-    assert store.match(namespace, chain).hit_length_blocks == 0, "a deleted block is back"
-    assert get(store, namespace, chain)[0] == {}
-    store.close()
+    assert_stays_deleted(store, tmp_path, clock, namespace, chain)

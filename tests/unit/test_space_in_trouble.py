@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 
 import pytest
@@ -14,7 +15,7 @@ from kvstore.errors import StoreFullError
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
 from kvstore.types import EvictSelection, PutStatus
-from stores import chain_of, get, open_store, put, spec, tree_bytes
+from stores import chain_of, fill_up, get, open_store, put, quiet, spec, tree_bytes
 
 
 @pytest.fixture
@@ -34,12 +35,6 @@ class SmallDisk(FaultyDevice):
         if size > 2 * fmt.ALIGNMENT_BYTES and tree_bytes(self.root / "segments") + size > self.size_bytes:
             raise OSError(errno.ENOSPC, "injected: no space left on device")
         super().write(descriptor, buffers, offset_bytes)
-
-
-def quiet(store):
-    """Ticks come when the test says so."""
-    store._writer._housekeeping = lambda: None
-    return store
 
 
 def test_a_disk_that_is_full_below_the_cap_gets_its_dead_space_back(tmp_path, clock):
@@ -93,16 +88,6 @@ def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache
     store.close()
 
 
-def fill(store, namespace, clock):
-    """Chains of eight blocks, a second apart, until the next ones need room."""
-    chains = []
-    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
-        chains.append(chain_of(namespace, len(chains), 8))
-        assert all_stored(put(store, namespace, chains[-1]))
-        clock.advance(1)
-    return chains
-
-
 def all_stored(results):
     return {result.status for result in results} == {PutStatus.STORED}
 
@@ -130,7 +115,7 @@ def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_p
         open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability=durability)
     )
     namespace = store.register_namespace(spec(4096))
-    fill(store, namespace, clock)
+    fill_up(store, namespace, clock)
     odd = [segment.path for segment in store._segments.all()[:odd_files]]
     if how == "not permitted":
         device.fail_unlink = lambda path: path in odd
@@ -154,31 +139,30 @@ def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_p
     store.close()
 
 
-def test_more_files_that_cannot_be_given_back_than_is_an_accident_cost_time_as_well(tmp_path, clock, monkeypatch):
-    """Puts are refused then but for one segment a minute, until one of them goes."""
+def test_more_files_that_cannot_be_given_back_than_is_an_accident_cost_time_as_well(tmp_path, clock):
+    """Puts are refused then but for a segment a minute that is tried, until one of them goes."""
     device = UnsyncedFiles()
     store = quiet(open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device))
     namespace = store.register_namespace(spec(4096))
-    fill(store, namespace, clock)
+    fill_up(store, namespace, clock)
     odd = [segment.path for segment in store._segments.all()[:10]]
     device.fail_unlink = lambda path: path in odd
+    numbers = itertools.count(500)
 
-    def some_puts(first):
+    def some_puts(count, apart_s):
         stored = 0
-        for conversation in range(first, first + 100):
-            clock.advance(60)
+        for conversation in itertools.islice(numbers, count):
+            clock.advance(apart_s)
             stored += all_stored(put(store, namespace, chain_of(namespace, conversation, 8)))
             store._on_writer(store._tick)
         return stored
 
-    some_puts(500)
-    assert some_puts(600) == 0
-    assert store.status().live.blocks
-    monkeypatch.setattr("kvstore.log.segments._REFUSED_S", 0)
-    store._segments._refused_until_s = 0  # a minute later, and the next ones as soon as they may
-    some_puts(700)
-    monkeypatch.undo()
-    assert some_puts(800) == 100
+    some_puts(30, 0)
+    live = store.status().live.blocks
+    assert some_puts(30, 0) == 0
+    assert store.status().live.blocks == live > 0
+    some_puts(10, 61)
+    assert some_puts(30, 1) == 30
     store.close()
 
 
@@ -208,7 +192,7 @@ def test_a_lease_longer_than_any_that_is_given_keeps_no_file(tmp_path, clock, ho
         clock.jump(5 * 365 * 86_400)
     store = quiet(open_store(tmp_path, clock))
     namespace = store.register_namespace(spec(4096))
-    chains = fill(store, namespace, clock)
+    chains = fill_up(store, namespace, clock)
     for chain in chains:
         store.match(namespace, chain)
     store.close()
@@ -281,7 +265,7 @@ def test_payloads_that_cannot_be_read_do_not_keep_their_space_when_it_is_needed(
     device = BadPayloads()
     store = quiet(open_store(tmp_path, clock, capacity=2 << 20, device=device))
     namespace = store.register_namespace(spec(4096))
-    fill(store, namespace, clock)
+    fill_up(store, namespace, clock)
     device.bad = range(store._segments.all()[0].layout.payload_offset, 1 << 40)
     for conversation in range(1000, 1200):
         clock.advance(1)
@@ -399,14 +383,11 @@ def test_a_disk_that_gives_no_segment_back_does_not_cost_them_all(tmp_path, cloc
             super().sync(descriptor)
 
     device = Refuses()
-    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability="sync")
-    store._writer._housekeeping = lambda: None
+    store = quiet(
+        open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability="sync")
+    )
     namespace = store.register_namespace(spec())
-    chains = []
-    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
-        chains.append(chain_of(namespace, len(chains), 8))
-        put(store, namespace, chains[-1])
-        clock.advance(1)
+    fill_up(store, namespace, clock)
     before = store.status().live.blocks
     device.bad = True
     for number in range(6):

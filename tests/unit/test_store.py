@@ -24,7 +24,6 @@ from kvstore.errors import (
 )
 from kvstore.index import block_keys, state_key
 from kvstore.log import format as fmt
-from kvstore.log.writer import Stream
 from kvstore.store import _state_hash
 from kvstore.types import EvictSelection, PutBlock, PutStatus
 from kvstore_api.checksum import block_checksum
@@ -39,6 +38,7 @@ from stores import (
     payload,
     put,
     put_block,
+    put_in_segments,
     spec,
 )
 from third_party import until
@@ -878,44 +878,30 @@ def test_a_delete_without_index_or_a_segments_rows_deletes_what_it_can_and_says_
     store = open_store(tmp_path, clock, device=device)
     namespace = store.register_namespace(spec())
     chains = [chain_of(namespace, conversation, 8) for conversation in range(2)]
-    for chain in chains:
-        put(store, namespace, chain)
-        store._on_writer(lambda: store._writer.seal(Stream(1)))
+    put_in_segments(store, namespace, chains)
     store._index.distrust("for a test")
     bad = store._segments.all()[0]
-    read_rows, bad.read_rows = bad.read_rows, unreadable
+    device.fail_read_of = lambda path, begin, end: errno.EIO if path == bad.path else 0
     with pytest.raises(StorageError, match="Input/output error"):
         store.delete(namespace, chains[1], 0, 8)
-    bad.read_rows = read_rows
+    device.heal()
     assert get(store, namespace, chains[1])[0] == {}
     assert_whole(store, namespace, chains[0])
     store.close()
 
 
-def unreadable(*_):
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def test_one_bad_sector_costs_one_block_for_a_minute(store, namespace, device, monkeypatch):
+def test_one_bad_sector_costs_one_block_for_a_minute(store, namespace, device):
     chain = chain_of(namespace, 1, 6)
     put(store, namespace, chain)
-    segment = store._segments.all()[0]
-    bad = segment.layout.payload_offset + 3 * 4096
-    read = FaultyDevice.read
-
-    def sector(self, descriptor, buffers, offset_bytes):
-        if offset_bytes <= bad < offset_bytes + sum(len(buffer) for buffer in buffers):
-            raise OSError(errno.EIO, "injected")
-        return read(self, descriptor, buffers, offset_bytes)
-
-    monkeypatch.setattr(FaultyDevice, "read", sector)
+    bad = store._segments.all()[0].layout.payload_offset + 3 * 4096
+    device.fail_read_of = lambda path, begin, end: errno.EIO if begin <= bad < end else 0
     match = store.match(namespace, chain)
     found, misses = get(store, namespace, chain, lease=match.lease)
     assert (sorted(found), misses) == ([0, 1, 2, 4, 5], {3: "IO_ERROR"})
     assert store.match(namespace, chain).hit_length_blocks == 3
     assert {result.status for result in put(store, namespace, chain, [3])} == {PutStatus.STORED}
     assert_whole(store, namespace, chain)  # it lies elsewhere now
-    monkeypatch.setattr(FaultyDevice, "read", read)
+    device.heal()
     assert store.invariants().violations == ()
 
 
