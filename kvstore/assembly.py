@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.types import PutBlock, PutResult, PutStatus
+from kvstore.types import PutBlock
 from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES
+from kvstore_api.results import PutResult, PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -16,17 +16,9 @@ if TYPE_CHECKING:
 
     from kvstore.scrub import DamagedBlock
     from kvstore.traffic import TrafficClass
-    from kvstore.types import (
-        BlockInfo,
-        InvariantReport,
-        Namespace,
-        PutResult,
-        QuotaUsage,
-        ReadFrame,
-        ResumePlan,
-        StateObject,
-        Usage,
-    )
+    from kvstore.types import BlockInfo, InvariantReport, Namespace, QuotaUsage, ReadFrame, StateObject, Usage
+    from kvstore_api.results import PutResult
+    from kvstore_api.resume import ResumePlan
 
 _NANOS = 1_000_000_000
 

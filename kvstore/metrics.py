@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvstore.listen import ListenAddress
     from kvstore.pool import StorePool
     from kvstore.store import LocalStore
-    from kvstore.types import InvariantReport, PutResult, StoreStatus
+    from kvstore.types import InvariantReport, StoreStatus
+    from kvstore_api.results import PutResult
 
 # Budgets begin at 50 ms; a match takes well under 1 ms, a long stream seconds.
 _LATENCY_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

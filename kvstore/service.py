@@ -22,11 +22,11 @@ from kvstore.messages import (
 )
 from kvstore.pool import StorePool, settled
 from kvstore.rpc import Context, Handler, RpcEdge, deadline_s, parse
-from kvstore.types import PutResult, PutStatus
 from kvstore_api.chain import Chain
 from kvstore_api.framing import FrameError, split_frame
 from kvstore_api.limits import HASH_BYTES, MAX_CHAIN_BLOCKS, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
 from kvstore_api.namespace import NamespaceSpec, NamespaceSpecError
+from kvstore_api.results import PutResult, PutStatus
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_api.v1 import types_pb2
 

@@ -45,7 +45,6 @@ from kvstore.log.writer import LogWriter, NewEntry, Outcome, PutJob, storage_err
 from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
-from kvstore.resume import resume_plan
 from kvstore.scrub import Scrubber, parse_cursor
 from kvstore.traffic import MAX_TTL_S, RefreshRule
 from kvstore.types import (
@@ -57,8 +56,6 @@ from kvstore.types import (
     Match,
     Namespace,
     PutBlock,
-    PutResult,
-    PutStatus,
     QuotaUsage,
     SegmentId,
     StateObject,
@@ -69,6 +66,8 @@ from kvstore_api import encoding
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
 from kvstore_api.namespace import NamespaceDigest, NamespaceSpecError
+from kvstore_api.results import PutResult, PutStatus
+from kvstore_api.resume import resume_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, NewType
 
 if TYPE_CHECKING:
@@ -13,7 +12,8 @@ if TYPE_CHECKING:
 
     from kvstore.traffic import TrafficClass
     from kvstore_api.framing import MessageBuffer
-    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec, ReplayMode
+    from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
+    from kvstore_api.resume import ResumePlan
 
 NamespaceId = NewType("NamespaceId", int)  # u32, never reused, not even for the same spec registered again
 SegmentId = NewType("SegmentId", int)  # monotonic, never reused
@@ -36,15 +36,6 @@ class Namespace:
     digest: NamespaceDigest
     spec: NamespaceSpec
     create_time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ResumePlan:
-    """How an engine resumes after a match; see `resume.py`."""
-
-    hit_tokens: int
-    replay_start_token: int
-    mode: ReplayMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +76,6 @@ class PutBlock:
     block: int
     data: Buffer
     checksum: int
-
-
-class PutStatus(IntEnum):
-    """What became of a block; values as in `types.proto`."""
-
-    STORED = 1
-    EXISTS = 2
-    REJECTED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """What became of one block; `reason` and `detail` only when rejected."""
-
-    block: int
-    status: PutStatus
-    reason: str = ""
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
 from kvstore.log.writer import Stream
 from kvstore.store import LocalStore
-from kvstore.types import PutBlock, PutResult, PutStatus
+from kvstore.types import PutBlock
 from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import NamespaceSpec
+from kvstore_api.results import PutResult, PutStatus
 from kvstore_client.hashing import prefix_hashes, prefix_seed
 
 if TYPE_CHECKING:

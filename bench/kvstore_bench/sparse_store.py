@@ -14,10 +14,11 @@ from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
 from kvstore.log.segment import row_capacity
 from kvstore.store import LocalStore, segment_size_bytes
-from kvstore.types import PutBlock, PutStatus
+from kvstore.types import PutBlock
 from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import HASH_BYTES
+from kvstore_api.results import PutStatus
 from kvstore_bench.workload import CHAIN_BLOCKS, VerificationError, namespace_spec
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from kvstore.types import Namespace, PutResult
+    from kvstore.types import Namespace
+    from kvstore_api.results import PutResult
 
 BLOCK_BYTES = 114_688
 PROMPT_BLOCKS = 117  # the system prompt that most chains share: some 15,000 tokens

@@ -21,21 +21,13 @@ from kvstore_api.namespace import (
     ParallelDimension,
     ReplayMode,
 )
+from kvstore_api.results import PutResult, PutStatus
+from kvstore_api.resume import ResumePlan
 from kvstore_client.client import KVStoreClient, NamespaceHandle
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import ClientClosedError, KVStoreConfigError
 from kvstore_client.hashing import TokenIdError, prefix_hashes, prefix_seed
-from kvstore_client.results import (
-    DeleteResult,
-    Failure,
-    GetResult,
-    MatchResult,
-    PutReport,
-    PutResult,
-    PutStatus,
-    ResumePlan,
-    StateResult,
-)
+from kvstore_client.results import DeleteResult, Failure, GetResult, MatchResult, PutReport, StateResult
 from kvstore_client.stats import ClientStats
 
 __all__ = [

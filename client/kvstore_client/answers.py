@@ -5,17 +5,11 @@ from __future__ import annotations
 from google.protobuf.message import DecodeError
 
 from kvstore_api.namespace import ReplayMode
+from kvstore_api.results import PutResult, PutStatus
+from kvstore_api.resume import ResumePlan
 from kvstore_api.v1 import block_store_pb2, types_pb2
 from kvstore_client.errors import BadReplyError, clean_reason
-from kvstore_client.results import (
-    NO_RESULT,
-    Failure,
-    MatchResult,
-    PutReport,
-    PutResult,
-    PutStatus,
-    ResumePlan,
-)
+from kvstore_client.results import NO_RESULT, Failure, MatchResult, PutReport
 
 
 def match(reply_bytes: bytes, asked_blocks: int, block_tokens: int) -> MatchResult:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvstore_api.namespace import ReplayMode
+from kvstore_api.results import PutResult, PutStatus
+from kvstore_api.resume import ResumePlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,15 +32,6 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumePlan:
-    """How an engine resumes after a match: load [0, hit_tokens), compute from `replay_start_token` on as `mode` says."""
-
-    hit_tokens: int = 0
-    replay_start_token: int = 0
-    mode: ReplayMode = ReplayMode.NONE
-
-
-@dataclass(frozen=True, slots=True)
 class MatchResult:
     """The longest stored leading part of a chain.
 
@@ -49,7 +40,7 @@ class MatchResult:
 
     hit_length_blocks: int = 0
     lease: bytes = b""
-    plan: ResumePlan = ResumePlan()
+    plan: ResumePlan = field(default_factory=ResumePlan)
     failure: Failure | None = None
 
 
@@ -76,24 +67,6 @@ class GetResult:
     def ok_blocks(self) -> int:
         """Valid blocks, wherever they are."""
         return sum(status == BLOCK_OK for status in self.statuses)
-
-
-class PutStatus(IntEnum):
-    """What became of a block; values as in `types.proto`."""
-
-    STORED = 1
-    EXISTS = 2
-    REJECTED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PutResult:
-    """What became of one block; `reason` and `detail` only when rejected."""
-
-    block: int
-    status: PutStatus
-    reason: str = ""
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ import numpy as np
 from kvstore.errors import KvStoreError, StorageError, StoreFullError
 from kvstore.log import format as fmt
 from kvstore.traffic import RefreshRule
-from kvstore.types import BlockAddr, PutStatus
+from kvstore.types import BlockAddr
+from kvstore_api.results import PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -9,7 +9,7 @@ import pytest
 from faults import FaultyDevice, PowerLossDevice
 from kvstore.clock import ManualClock
 from kvstore.errors import StoreFullError
-from kvstore.types import PutStatus
+from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, seal, spec
 
 BLOCK_BYTES = 4000  # five to a segment

@@ -12,7 +12,7 @@ import pytest
 
 from children import whole_lines
 from kvstore.clock import SystemClock
-from kvstore.types import PutStatus
+from kvstore_api.results import PutStatus
 from stores import chain_of, get, open_store, payload, put, spec
 
 CHILD = """

@@ -9,7 +9,7 @@ from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, TrafficClassConfig
 from kvstore.errors import StoreFullError
 from kvstore.log.device import FileDevice
-from kvstore.types import PutStatus
+from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, get, open_store, put, seal, spec
 
 SEEDS = range(12)  # what is lost differs: some of these lose everything that was not synced

@@ -23,7 +23,8 @@ from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.errors import KvStoreError, NamespaceNotFoundError
 from kvstore.log import format as fmt
-from kvstore.types import EvictSelection, PutStatus
+from kvstore.types import EvictSelection
+from kvstore_api.results import PutStatus
 from stores import chain_of, get, open_store, payload, put, spec, tree_bytes
 
 if TYPE_CHECKING:

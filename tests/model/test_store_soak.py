@@ -9,7 +9,7 @@ import pytest
 from kvstore.census import expired_mask
 from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
-from kvstore.types import PutStatus
+from kvstore_api.results import PutStatus
 from stores import chain_of, du_bytes, get, open_store, payload, put, spec
 
 CAPACITY = 640 << 10  # room for about 64 blocks

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvstore.assembly import BlockAssembler
 from kvstore.errors import InvalidArgumentError
-from kvstore.types import PutBlock, PutResult, PutStatus
+from kvstore.types import PutBlock
 from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_FRAME_DATA_BYTES
+from kvstore_api.results import PutResult, PutStatus
 from kvstore_api.v1.block_store_pb2 import PutBlocksRequest
 
 SIZE = 10

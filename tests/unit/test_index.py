@@ -17,7 +17,8 @@ from kvstore.errors import StorageError
 from kvstore.index import BlockIndex, anchor_of, block_keys
 from kvstore.index_file import open_environment
 from kvstore.log.device import FileDevice
-from kvstore.types import BlockAddr, PutStatus, SegmentId
+from kvstore.types import BlockAddr, SegmentId
+from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, open_store, put, spec
 
 TESTS = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from kvstore.errors import OverloadedError
 from kvstore.metrics import STORE_COUNTERS, Metrics
 from kvstore.service import Pools
 from kvstore.store import LocalStore
-from kvstore.types import PutResult, PutStatus
+from kvstore_api.results import PutResult, PutStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,8 +6,8 @@ import pytest
 
 from kvstore.clock import ManualClock
 from kvstore.config import TenantConfig, TrafficClassConfig
-from kvstore.types import PutStatus
 from kvstore.worth import worth_keeping
+from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 CAPACITY = 4 << 20

@@ -19,9 +19,10 @@ from kvstore.errors import InvalidArgumentError, StorageError
 from kvstore.index import KEY_BYTES, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
-from kvstore.types import BlockAddr, EvictSelection, PutStatus, SegmentId
+from kvstore.types import BlockAddr, EvictSelection, SegmentId
 from kvstore_api.chain import Chain
 from kvstore_api.checksum import block_checksum
+from kvstore_api.results import PutStatus
 from stores import (
     assert_whole,
     chain_of,

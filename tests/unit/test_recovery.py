@@ -32,7 +32,8 @@ from kvstore.index import BlockIndex, block_keys
 from kvstore.log import format as fmt
 from kvstore.log.device import FileDevice
 from kvstore.store import LocalStore
-from kvstore.types import BlockAddr, EvictSelection, PutStatus
+from kvstore.types import BlockAddr, EvictSelection
+from kvstore_api.results import PutStatus
 from stores import (
     assert_stays_deleted,
     assert_whole,

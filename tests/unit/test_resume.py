@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.resume import resume_plan
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
+from kvstore_api.resume import resume_plan
 from stores import spec
 
 

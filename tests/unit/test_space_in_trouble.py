@@ -14,7 +14,8 @@ from kvstore.config import TenantConfig, TrafficClassConfig
 from kvstore.errors import StoreFullError
 from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
-from kvstore.types import EvictSelection, PutStatus
+from kvstore.types import EvictSelection
+from kvstore_api.results import PutStatus
 from stores import chain_of, fill_up, get, open_store, put, quiet, spec, tree_bytes
 
 

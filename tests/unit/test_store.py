@@ -25,9 +25,10 @@ from kvstore.errors import (
 from kvstore.index import block_keys, state_key
 from kvstore.log import format as fmt
 from kvstore.store import _state_hash
-from kvstore.types import EvictSelection, PutBlock, PutStatus
+from kvstore.types import EvictSelection, PutBlock
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
+from kvstore_api.results import PutStatus
 from stores import (
     BLOCK_BYTES,
     assert_whole,

@@ -10,7 +10,7 @@ from kvstore.clock import ManualClock
 from kvstore.config import TrafficClassConfig
 from kvstore.expiry import TtlTable, class_uses, last_use_s
 from kvstore.log import format as fmt
-from kvstore.types import PutStatus
+from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
 DAY_S = 86_400

@@ -56,18 +56,22 @@ class MatchPrefixResponse(_message.Message):
     def __init__(self, hit_length_blocks: _Optional[int] = ..., lease: _Optional[bytes] = ..., lease_expiry: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., plan: _Optional[_Union[_types_pb2.ResumePlan, _Mapping]] = ...) -> None: ...
 
 class GetBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "chain", "first_block", "block_count", "lease")
+    __slots__ = ("namespace", "chain", "first_block", "block_count", "lease", "part_offset_bytes", "part_bytes")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    PART_OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     chain: bytes
     first_block: int
     block_count: int
     lease: bytes
-    def __init__(self, namespace: _Optional[bytes] = ..., chain: _Optional[bytes] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., lease: _Optional[bytes] = ...) -> None: ...
+    part_offset_bytes: int
+    part_bytes: int
+    def __init__(self, namespace: _Optional[bytes] = ..., chain: _Optional[bytes] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., lease: _Optional[bytes] = ..., part_offset_bytes: _Optional[int] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class GetBlocksResponse(_message.Message):
     __slots__ = ("blocks", "checksums", "offset_bytes", "misses", "data")

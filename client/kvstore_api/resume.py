@@ -12,15 +12,24 @@ A hit no longer than the span is not adopted: there would be nothing left of it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore.types import ResumePlan
 from kvstore_api.namespace import KvGroupKind, ReplayMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvstore_api.namespace import KvGroup, NamespaceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """How an engine resumes after a match: load [0, hit_tokens), compute from `replay_start_token` on as `mode` says."""
+
+    hit_tokens: int = 0
+    replay_start_token: int = 0
+    mode: ReplayMode = ReplayMode.NONE
 
 
 def resume_plan(spec: NamespaceSpec, hit_blocks: int, has_state: Callable[[int, str], bool]) -> ResumePlan:
