@@ -14,6 +14,7 @@ from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvstore_client import KVStoreClient, NamespaceSpec
+    from kvstore_engine.benefit import BenefitRule
     from kvstore_engine.hook import PrefixCacheHook
     from kvstore_engine.model import Llama
 
@@ -29,9 +30,11 @@ class SmolLM2:
     pool: KVPool
     spec: NamespaceSpec  # the namespace of its KV
 
-    def connect(self, client: KVStoreClient) -> PrefixCache:
+    def connect(self, client: KVStoreClient, *, benefit: BenefitRule | None = None) -> PrefixCache:
         """A prefix cache for an engine of this model. Raises: as `PrefixCache.connect`."""
-        return PrefixCache.connect(client, self.spec, block_tokens=BLOCK_TOKENS, block_bytes=self.pool.block_bytes)
+        return PrefixCache.connect(
+            client, self.spec, block_tokens=BLOCK_TOKENS, block_bytes=self.pool.block_bytes, benefit=benefit
+        )
 
     def engine(self, prefix_cache: PrefixCacheHook | None = None) -> Engine:
         """An engine that serves this model."""
