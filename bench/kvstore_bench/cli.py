@@ -22,6 +22,7 @@ from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, 
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.processes import ProcessError
 from kvstore_bench.report import make_report, print_report
+from kvstore_bench.storage import StorageInputError, storage
 from kvstore_bench.throughput import ThroughputConfig, run, step_count
 from kvstore_bench.workload import VerificationError
 
@@ -254,6 +255,9 @@ def demo(
     raise typer.Exit(run_demo(requests, data_dir, json_file))
 
 
+app.command("storage")(storage)
+
+
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr. It is drawn between steps only: a thread of its own would disturb the measurement."""
@@ -305,6 +309,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, the process's own unless one is given, and exit."""
     try:
         app(args=args, prog_name="kvstore-bench")
+    except StorageInputError as error:
+        print(f"error: {error} [{error.reason}]\nfix: {error.fix}", file=sys.stderr)
+        sys.exit(2)
     except VerificationError as error:
         _fail("VERIFICATION_FAILED", error)
     except (ProcessError, grpc.RpcError) as error:
