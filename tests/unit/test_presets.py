@@ -87,9 +87,9 @@ def test_v41_flash_has_four_parts_two_groups_and_a_snapshot():
     known = preset(V41, revision="r1")
     assert [(part.layers, part.offset_bytes, part.size_bytes) for part in known.layout.parts] == [
         ((2,), 0, 22_784),
-        ((8,), 22_784, 22_784),
-        ((14,), 45_568, 22_784),
-        ((20,), 68_352, 45_568),
+        ((8,), 23_040, 22_784),
+        ((14,), 46_080, 22_784),
+        ((20,), 69_120, 45_568),
     ]
     assert known.snapshot_bytes == 20 * 134 * 528 == 1_415_040
     full, window = known.spec.groups
