@@ -557,15 +557,23 @@ class LocalStore:
         block_count: int,
         lease: bytes = b"",
         *,
+        part_offset_bytes: int = 0,
+        part_bytes: int = 0,
         in_messages: bool = False,
     ) -> Iterator[ReadFrame]:
         """Blocks of the chain in frames; what is not there, or not right, is a miss. Each step of the iterator does I/O.
 
-        With `in_messages`, frames are read straight into messages where they can be; see `ReadFrame.message`.
+        With a part, the answer is as if blocks consisted of it alone, but each is read whole and checked as it was stored: what
+        is damaged anywhere yields no part. With `in_messages`, frames are read straight into messages where they can be; see
+        `ReadFrame.message`.
 
+        Args:
+            part_offset_bytes: where in each block the wanted part begins.
+            part_bytes: its size; 0 is the rest of the block.
         Raises: InvalidArgumentError: at once, not when iterated.
         """
         _check_range(chain, first_block, block_count)
+        part = _part(namespace.spec.block_bytes, part_offset_bytes, part_bytes)
         now_s = self._clock.now_s()
         places = self._leased(namespace, chain, lease, first_block, block_count, now_s)
         addrs, present = places or self._look_up(namespace, chain, first_block, block_count, now_s)
@@ -579,6 +587,7 @@ class LocalStore:
                 slots=addrs["slot"].tolist(),
                 present=present.tolist(),
                 leased=places is not None,
+                part=part,
             ),
             in_messages=in_messages,
         )
@@ -1230,6 +1239,18 @@ def _check_range(chain: Chain, first_block: int, block_count: int) -> None:
         raise InvalidArgumentError(
             f"blocks [{first_block}, {first_block + block_count}) are no part of a chain of {len(chain)} blocks"
         )
+
+
+def _part(block_bytes: int, offset_bytes: int, size_bytes: int) -> range:
+    """The bytes of a block that are wanted."""
+    end = offset_bytes + size_bytes if size_bytes else block_bytes
+    if not 0 <= offset_bytes < end <= block_bytes:
+        size = f"{size_bytes} bytes" if size_bytes else "the rest"
+        raise InvalidArgumentError(
+            f"of each block {size} from byte {offset_bytes} on is asked for, but blocks have {block_bytes} bytes "
+            "(part_offset_bytes, part_bytes)"
+        )
+    return range(offset_bytes, end)
 
 
 def _check_block(namespace: Namespace, chain: Chain, block: PutBlock) -> PutResult | None:
