@@ -59,8 +59,8 @@ def resume_plan(spec: NamespaceSpec, hit_blocks: int, has_state: Callable[[int, 
     Args:
         spec: the namespace's.
         hit_blocks: blocks present from the start of the chain without a gap.
-        has_state: whether a state object of that name (the group's) is alive at the end of that many blocks. Asked from the longest
-            hit down, and only where the answer can matter.
+        has_state: whether a state object of that name (the group's) is alive at the end of that many blocks. Asked from
+            the longest hit down, and only where the answer can matter.
     """
     groups = [group for group in spec.groups if group.kind is not KvGroupKind.FULL]
     if not groups:
