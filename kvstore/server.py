@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import ServerConfig
+    from kvstore.log.device import Device
 
 # Clients ping every 30 s, also while idle, to notice a dead connection. A server that allows only rarer pings answers
 # with GOAWAY "too_many_pings", so it allows them this often.
@@ -100,11 +101,17 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
 
 
 class Server:
-    """gRPC server, metrics port, pools and store of one process."""
+    """gRPC server, metrics port, pools and store of one process.
 
-    def __init__(self, config: ServerConfig, clock: Clock, stopping: Callable[[], bool]) -> None:
+    Args: stopping: whether the opening of the store is to be given up. device: what the store lies on; None: this machine's files.
+    """
+
+    def __init__(
+        self, config: ServerConfig, clock: Clock, stopping: Callable[[], bool], device: Device | None = None
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._device = device
         self._stopping = stopping
         self._door = StoreDoor()
         self._metrics = Metrics()
@@ -187,6 +194,7 @@ class Server:
             config.traffic_classes,
             self._clock,
             tenants=config.tenants,
+            device=self._device,
             progress=progress,
         )
 
