@@ -53,7 +53,7 @@ NO_RESULT: Final = "NO_RESULT"
 
 _LOGGER = logging.getLogger("kvstore_engine.prefix_cache")
 # The client itself says in one line when its store stops answering, and in another when it is back.
-_LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE"})
+_LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE", "BREAKER_OPEN"})
 
 
 class PrefixCache:
