@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CHUNK_BYTES = 64 << 10
+RECEIVE_BUFFER_BYTES = 256 << 10  # a slow link with megabytes in front of it would be a late one, too
 QUEUE_CHUNKS = 16  # on their way at once, but for a delay, which needs what it needs
 POLL_S = 0.005  # how late a switched fault is noticed
 STEP_TIMEOUT_S = 30
@@ -120,7 +121,11 @@ class FaultProxy:
             self._tasks.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(*self._upstream, limit=CHUNK_BYTES)
+        far = socket.socket()
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        far.setblocking(False)
+        await self._loop.sock_connect(far, self._upstream)
+        far_reader, far_writer = await asyncio.open_connection(sock=far, limit=CHUNK_BYTES)
         pumps = [
             asyncio.ensure_future(self._pump(reader, far_writer, from_server=False)),
             asyncio.ensure_future(self._pump(far_reader, writer, from_server=True)),

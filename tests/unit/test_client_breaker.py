@@ -11,6 +11,7 @@ import time
 import weakref
 from contextlib import contextmanager
 
+import grpc
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import ClientConfig, Failure, KVStoreClient, NamespaceSpec, prefix_hashes
 from kvstore_client.breaker import LANES, PAUSE_MAX_S, TRIAL_S, Breaker
 from kvstore_client.budget import Budget
-from wire_server import frame, wire_server
+from wire_server import frame, refuse, wire_server
 
 PROBE_S = 0.5
 SIZE = 100
@@ -308,27 +309,48 @@ def test_gets_that_bring_a_leading_part_are_never_cut_off(peer):
         assert [(result.leading_blocks, result.failure.reason) for result in results] == [(1, "DEADLINE")] * 4
 
 
-@pytest.mark.parametrize("serves", [True, False])
-def test_probe_lets_back_in_without_a_request_and_only_when_the_service_answers(peer, serves, caplog):
+def refusing(code: grpc.StatusCode, reason: str):
+    return lambda _, context: refuse(context, code, reason)
+
+
+SERVES = {
+    "answers": lambda *_: pb.MatchPrefixResponse(),
+    "knows no namespace": refusing(grpc.StatusCode.NOT_FOUND, "NAMESPACE_NOT_FOUND"),
+    "overloaded": refusing(grpc.StatusCode.UNAVAILABLE, "OVERLOADED"),
+}
+DOES_NOT_SERVE = {
+    "starts or stops": refusing(grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"),
+    "answers late": lambda _, context: refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+}
+
+
+@pytest.mark.parametrize("serving", SERVES)
+def test_probe_lets_back_in_without_a_request(peer, serving, caplog):
     caplog.set_level(logging.INFO, "kvstore_client")
-    if not serves:
-        peer.answers["MatchPrefix"] = peer.stall
+    peer.answers["MatchPrefix"] = SERVES[serving]
     with client_of(peer.target) as client:
         namespace = client.namespace(SPEC)
         cut_reads_off(peer, namespace)
-        if serves:
-            until(lambda: namespace.cut_off("read") is None)
-            assert "MatchPrefix" in peer.calls
-            until(lambda: not count_probers())
-        else:
-            until(lambda: peer.calls.count("MatchPrefix") == 2)
-            assert namespace.cut_off("read") is not None
-            peer.answers["MatchPrefix"] = lambda *_: pb.MatchPrefixResponse()
-            until(lambda: namespace.cut_off("read") is None)
+        until(lambda: namespace.cut_off("read") is None)
+        assert set(peer.calls) == {"MatchPrefix"}
+        assert all(request.peek for request in peer.requests)
+        until(lambda: not count_probers())
         peer.answers["GetBlocks"] = lambda *_: [frame(CHAIN, {i: bytes(SIZE) for i in range(4)})]
         assert namespace.get(CHAIN, bytearray(4 * SIZE)).failure is None
     levels = [record.levelname for record in caplog.records if record.name == "kvstore_client"]
     assert levels == ["WARNING", "INFO"]
+
+
+@pytest.mark.parametrize("serving", DOES_NOT_SERVE)
+def test_store_that_does_not_serve_is_asked_until_it_does(peer, serving):
+    peer.answers["MatchPrefix"] = DOES_NOT_SERVE[serving]
+    with client_of(peer.target) as client:
+        namespace = client.namespace(SPEC)
+        cut_reads_off(peer, namespace)
+        until(lambda: peer.calls.count("MatchPrefix") == 3)
+        assert namespace.cut_off("read") is not None
+        peer.answers["MatchPrefix"] = SERVES["answers"]
+        until(lambda: namespace.cut_off("read") is None)
 
 
 @pytest.mark.parametrize("end", ["closed", "dropped"])
@@ -351,13 +373,13 @@ def test_no_thread_outlives_its_client(peer, end):
 
 
 def test_calls_are_their_own_trial_when_no_thread_is_to_be_had(peer, monkeypatch):
-    def refuse(_: threading.Thread) -> None:
+    def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with client_of(peer.target) as client:
         namespace = client.namespace(SPEC)
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr(threading.Thread, "start", no_thread)
             cut_reads_off(peer, namespace)
         assert count_probers() == 0
         until(lambda: namespace.cut_off("read") is None)
