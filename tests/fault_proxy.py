@@ -34,8 +34,9 @@ class Fault:
         delay_s: each byte arrives so much later, in both directions; bandwidth is not touched.
         bytes_per_s: at most so many, in each direction of each connection.
         black_hole: nothing passes, and nobody is told. What was on its way passes afterwards.
-        cut_after_bytes: the connection is reset when so many more bytes have come from the server.
-        flip_after_bytes: once, one bit is turned in the byte behind the next so many from the server.
+        cut_after_bytes: the connection is reset when so many more bytes have come.
+        flip_after_bytes: once, one bit is turned in the byte behind the next so many.
+        spoils_client: cut and flip what the client sends, instead of what the server sends.
     """
 
     delay_s: float = 0.0
@@ -43,6 +44,7 @@ class Fault:
     black_hole: bool = False
     cut_after_bytes: int | None = None
     flip_after_bytes: int | None = None
+    spoils_client: bool = False
 
 
 class FaultProxy:
@@ -59,7 +61,7 @@ class FaultProxy:
         self._upstream = _address(target)
         self.connections = self.bytes_from_client = self.bytes_from_server = self.faults_done = 0
         self._fault = Fault()
-        self._fault_from_bytes = 0  # `bytes_from_server` when the fault was set
+        self._spoilable_bytes = 0  # that have come since the fault was set, from the side that it spoils
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
@@ -73,7 +75,7 @@ class FaultProxy:
         """Switch to another fault; `Fault()` passes everything."""
 
         async def switch() -> None:
-            self._fault, self._fault_from_bytes = fault, self.bytes_from_server
+            self._fault, self._spoilable_bytes = fault, 0
 
         self._run(switch())
 
@@ -144,8 +146,9 @@ class FaultProxy:
         writing = asyncio.ensure_future(self._write(on_the_way, writer))
         try:
             while data := await reader.read(self._chunk_bytes()):
-                if from_server:
+                if from_server != self._fault.spoils_client:
                     data = self._spoil(data)
+                if from_server:
                     self.bytes_from_server += len(data)
                 else:
                     self.bytes_from_client += len(data)
@@ -172,7 +175,8 @@ class FaultProxy:
 
     def _spoil(self, data: bytes) -> bytes:
         """Cuts and flips. Raises: ConnectionResetError: the cut."""
-        so_far = self.bytes_from_server - self._fault_from_bytes
+        so_far = self._spoilable_bytes
+        self._spoilable_bytes += len(data)
         cut, flip = self._fault.cut_after_bytes, self._fault.flip_after_bytes
         if cut is not None and so_far + len(data) > cut:
             self.faults_done += 1

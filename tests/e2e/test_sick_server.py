@@ -15,14 +15,14 @@ import signal
 import statistics
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from fault_proxy import Fault, fault_proxy
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
+from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec
 from kvstore_client.breaker import LANES
 from serving import running_server, start_server
 
@@ -298,16 +298,22 @@ def test_full_store_rejects_puts_with_a_reason_and_is_not_cut_off(tmp_path, capl
     assert levels(caplog) == []
 
 
-def test_bits_flipped_on_the_wire_never_make_a_wrong_block(proxy):
-    """In payload, message, frame or trailer: wherever it falls, what is called OK is right."""
+@pytest.mark.parametrize("direction", ["get", "put"])
+def test_bits_flipped_on_the_wire_never_make_a_wrong_block(proxy, direction):
+    """In payload, message, frame or trailer, on the way in or out: wherever it falls, what is called OK is right."""
     positions = [0, 3, 9, 40, 200] + [random.randrange(8 * SPEC.block_bytes) for _ in range(15)]
     with client_of(proxy.target, breaker_failures=0) as client:
-        namespace = client.namespace(SPEC)
+        namespace, lost = client.namespace(SPEC), 0
         stored = store(namespace, 8)
-        lost = 0
         for position in positions:
-            proxy.set(Fault(flip_after_bytes=position))
-            lost += get(namespace, stored, budget_s=0.5).ok_blocks < 8
+            proxy.set(Fault(flip_after_bytes=position, spoils_client=direction == "put"))
+            if direction == "put":
+                stored, stored_blocks = make(namespace, 8), 0
+                with suppress(KVStoreConfigError):  # the call's name was hit, and no server has such a method
+                    stored_blocks = namespace.put(stored.chain, stored.data, budget_s=0.5).stored
+                lost += stored_blocks < 8
+            else:
+                lost += get(namespace, stored, budget_s=0.5).ok_blocks < 8
             proxy.set(Fault())
             proxy.refuse()  # a connection whose framing is broken may wait for ever for a frame's end
             proxy.accept()

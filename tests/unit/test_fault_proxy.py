@@ -116,12 +116,13 @@ def test_refuses_and_accepts_again_on_the_same_port(proxy):
         assert trip(connection, b"two") == b"two"
 
 
+@pytest.mark.parametrize("spoils_client", [False, True])
 @pytest.mark.parametrize("at", [0, 10, 200_000])
-def test_flips_one_bit_once_at_its_place(proxy, at):
+def test_flips_one_bit_once_at_its_place(proxy, at, spoils_client):
     data = random.randbytes(300_000)
     with connect(proxy) as connection:
         assert trip(connection, b"before") == b"before"
-        proxy.set(Fault(flip_after_bytes=at))
+        proxy.set(Fault(flip_after_bytes=at, spoils_client=spoils_client))
         back = trip(connection, data)
         assert [i for i in range(len(data)) if data[i] != back[i]] == [at]
         assert (data[at] ^ back[at]).bit_count() == 1
