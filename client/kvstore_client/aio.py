@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -24,7 +25,7 @@ from kvstore_client.results import Failure
 from kvstore_client.transfer import Outgoing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping, Sequence
+    from collections.abc import Awaitable, Coroutine, Mapping, Sequence
     from types import TracebackType
 
     import numpy as np
@@ -308,10 +309,60 @@ async def _write(step: WriteStep, channel: LoopChannel, timeout_s: float) -> byt
     outgoing = Outgoing(step.messages)
     try:
         call = _begin(channel, step.method, outgoing, timeout_s)
-        reply: bytes = await _reply(call, call)
+        status = _ServersStatus(call)
+        reply: bytes = await _reply(call, status.reply_or_raise())
         return reply
     finally:
         outgoing.stop()
+
+
+class _ServersStatus:
+    """How the server has ended a stream of requests.
+
+    When a server refuses such a call before all has been sent, grpcio 1.85 replaces the status that has come by an INTERNAL of
+    its own about the write that failed (grpc/grpc issue 36066). So each status is taken down when it comes.
+    """
+
+    def __init__(self, call: Any) -> None:  # noqa: ANN401
+        self._call = call
+        self._error: grpc.aio.AioRpcError | None = None
+        self._came = asyncio.Event()
+        call.add_done_callback(self._take_down)
+
+    async def reply_or_raise(self) -> bytes:
+        """The reply. Raises: grpc.RpcError: with the server's own status, if there is one."""
+        try:
+            reply: bytes = await self._call
+        except grpc.aio.AioRpcError as error:
+            if error.details() != _GRPCIOS_OWN_DETAILS:
+                raise
+            with suppress(TimeoutError):  # none comes at all when gRPC itself would not take the message
+                await asyncio.wait_for(self._came.wait(), _STATUS_WAIT_S)
+            raise (self._error or error) from None
+        return reply
+
+    def _take_down(self, call: Any) -> None:  # noqa: ANN401
+        details = _result_now(call.details())
+        code = _result_now(call.code())
+        if details == _GRPCIOS_OWN_DETAILS or code is grpc.StatusCode.OK:
+            return
+        trailing = _result_now(call.trailing_metadata())
+        self._error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+        self._came.set()
+
+
+_GRPCIOS_OWN_DETAILS = "Internal error from Core"
+_STATUS_WAIT_S = 0.1
+
+
+def _result_now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine returns that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError("the coroutine waits")
 
 
 async def _register(step: RegisterStep, channel: LoopChannel, timeout_s: float) -> None:
