@@ -284,19 +284,24 @@ def _begin(channel: LoopChannel, method: str, sent: object, timeout_s: float) ->
 
 async def _reply(call: Any, reply: Awaitable[T]) -> T:  # noqa: ANN401
     """What comes of `call`, whose end this is in any case."""
-    task = asyncio.current_task()
-    cancelled_before = task.cancelling() if task else 0
+    cancelled_before = _cancellations()
     try:
         return await reply
     except grpc.RpcError as error:
         raise CallFailedError(failure_from_rpc(error.with_traceback(None))) from None
     except asyncio.CancelledError:
         # The same exception says that the caller's task is cancelled, and that close() has cancelled the RPC.
-        if task is not None and task.cancelling() > cancelled_before:
+        if _cancellations() > cancelled_before:
             raise
         raise CallFailedError(_CLOSED) from None
     finally:
         call.cancel()  # nothing happens when it has ended
+
+
+def _cancellations() -> int:
+    """How often the running task was told to stop. (A frame that kept the task would keep its memory in a cycle.)"""
+    task = asyncio.current_task()
+    return task.cancelling() if task is not None else 0
 
 
 async def _read(call: Any, step: ReadStep) -> None:  # noqa: ANN401

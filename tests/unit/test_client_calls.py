@@ -174,6 +174,7 @@ def test_server_without_the_method_is_a_configuration_error(peer, namespace, cal
 STATUSES = {
     "OVERLOADED": (grpc.StatusCode.UNAVAILABLE, "OVERLOADED", "kvstore"),
     "STORAGE_ERROR": (grpc.StatusCode.INTERNAL, "STORAGE_ERROR", "kvstore"),
+    "DEADLINE": (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "kvstore"),  # the server has noticed first
     "UNREACHABLE": (grpc.StatusCode.UNAVAILABLE, "INVALID_ARGUMENT", "example.org"),
     "DATA_LOSS": (grpc.StatusCode.DATA_LOSS, "no stable name", "kvstore"),
     "INTERNAL": (grpc.StatusCode.INTERNAL, "OK", "kvstore"),
