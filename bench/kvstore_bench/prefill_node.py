@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvstore_client import ClientConfig, KVStoreClient
+from kvstore_engine.hook import Ownership
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.smollm2 import MODEL_NAME, SmolLM2, load_smollm2
 
@@ -32,10 +33,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore_engine.engine import Engine, Generation
-    from kvstore_engine.hook import LoadedPrefix
+    from kvstore_engine.hook import PrefixLoad, RequestContext, Saving
     from kvstore_engine.prefix_cache import PrefixCache
 
 POOL_BLOCKS = 40  # 5,120 tokens: the longest prompt of the demo, its answer, and some room
+FLUSH_S = 60.0  # what was computed is to be there for the next node
 _WARM_UP_TOKENS = 200  # one whole chunk and a part of one
 
 
@@ -51,30 +53,30 @@ class PromptsOnly:
         self._loads = loads
         self._prompt_tokens = 0  # of the request being served: the node serves one at a time
 
-    def load_prefix(
-        self,
-        request_tokens: Sequence[int],
-        max_hit_tokens: int,
-        salt: bytes,
-        traffic_class: str | None,
-        allocate: Callable[[int], list[memoryview]],
-    ) -> LoadedPrefix:
+    def start_load(self, prompt: Sequence[int], context: RequestContext, views: Sequence[memoryview]) -> PrefixLoad:
         """As the cache, unless loading is off."""
-        self._prompt_tokens = len(request_tokens)
-        allowed = max_hit_tokens if self._loads else 0
-        return self._cache.load_prefix(request_tokens, allowed, salt, traffic_class, allocate)
+        self._prompt_tokens = len(prompt)
+        return self._cache.start_load(prompt, context, views if self._loads else [])
 
     def save_blocks(
         self,
-        request_tokens: Sequence[int],
+        tokens: Sequence[int],
         first_block: int,
         views: Sequence[memoryview],
-        salt: bytes,
-        traffic_class: str | None,
-    ) -> None:
+        context: RequestContext,
+        ownership: Ownership = Ownership.COPIED,
+    ) -> Saving:
         """As the cache, for blocks that hold nothing but the prompt."""
-        if len(request_tokens) <= self._prompt_tokens:
-            self._cache.save_blocks(request_tokens, first_block, views, salt, traffic_class)
+        prompts_only = views if len(tokens) <= self._prompt_tokens else []
+        return self._cache.save_blocks(tokens, first_block, prompts_only, context, ownership)
+
+    def save_state(self, tokens: Sequence[int], group: str, state: memoryview, context: RequestContext) -> Saving:
+        """As the cache."""
+        return self._cache.save_state(tokens, group, state, context)
+
+    def note_prefill(self, tokens: int, took_s: float) -> None:
+        """As the cache."""
+        self._cache.note_prefill(tokens, took_s)
 
 
 def main() -> None:
@@ -101,6 +103,7 @@ def main() -> None:
         engine = loaded.engine(PromptsOnly(cache, loads=not arguments.no_load))
         for line in sys.stdin:
             send(event="answer", **_serve(json.loads(line), engine, loaded, send))
+        cache.close(flush_s=FLUSH_S)
         send(event="end", **asdict(cache.stats()))
 
 

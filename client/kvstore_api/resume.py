@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvstore_api.namespace import KvGroupKind, ReplayMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from kvstore_api.namespace import KvGroup, NamespaceSpec
 
@@ -69,3 +69,26 @@ def _replay_span(
         exact = max(group.window_tokens * len(group.layers), bounded)
         return -(-exact // spec.block_tokens) * spec.block_tokens, ReplayMode.EXACT
     return bounded, ReplayMode.BOUNDED
+
+
+def is_safe(spec: NamespaceSpec, plan: ResumePlan, states: Collection[str]) -> bool:
+    """Whether every KV group has what it needs when an engine follows the plan, with these groups' states at the hit's end.
+
+    For whoever follows a plan that somebody else made.
+    """
+    replayed = plan.hit_tokens - plan.replay_start_token
+    for group in spec.groups:
+        if group.kind is KvGroupKind.FULL or (not replayed and group.name in states):
+            continue
+        if group.kind is KvGroupKind.STATE or replayed < _own_span(spec, group):
+            return False
+    return True
+
+
+def _own_span(spec: NamespaceSpec, group: KvGroup) -> int:
+    """Tokens that a window group must replay if it has no state."""
+    bounded = max(group.window_tokens, group.replay_tokens)
+    if group.replay_rule is ReplayMode.BOUNDED:
+        return bounded
+    exact = max(group.window_tokens * len(group.layers), bounded)
+    return -(-exact // spec.block_tokens) * spec.block_tokens

@@ -132,6 +132,10 @@ class NamespaceHandle:
         seed = prefix_seed(self.digest, salt=salt, adapter=adapter)
         return prefix_hashes(seed, token_ids, self.block_tokens, extra_keys)
 
+    def budget_s(self, size_bytes: int) -> float:
+        """The time in seconds that a call gets which moves so many bytes and is given no budget of its own."""
+        return self._config.budget_s(size_bytes)
+
     def register(self, *, budget_s: float | None = None) -> Failure | None:
         """Make the namespace known now instead of before the first call, to find wrong configuration at an engine's start.
 

@@ -7,12 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvstore_engine.hook import RequestContext
 from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.model import Span
 from kvstore_engine.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
@@ -31,10 +32,10 @@ class Generation:
     hit_tokens: int  # prompt tokens whose KV came from the prefix cache
     prefill_tokens: int  # prompt tokens computed here; hit_tokens + prefill_tokens = prompt_tokens
     ttft_s: float  # from `submit` to the first token: queueing, loading and prefill, but no saving
-    load_s: float  # in the hook's load_prefix
+    load_s: float  # waiting for the prefix cache to bring what it has
     prefill_s: float  # computing the prompt, up to and including the first token
     decode_s: float  # computing all further tokens
-    save_s: float  # in the hook's save_blocks
+    save_s: float  # handing complete blocks to the prefix cache
     total_s: float  # from `submit` to the end, saving included
     first_logits: torch.Tensor  # (vocab_size,) float32, from which the first token was chosen
 
@@ -46,14 +47,12 @@ class Request:
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        salt: bytes,
-        traffic_class: str | None,
+        context: RequestContext,
         submitted_at: float,
     ) -> None:
         self.prompt = tuple(prompt)
         self.params = params
-        self.salt = salt
-        self.traffic_class = traffic_class
+        self.context = context
         self.submitted_at = submitted_at
         self.output: list[int] = []
         self.hit_tokens = 0
@@ -129,6 +128,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         salt: bytes = b"",
+        adapter: bytes = b"",
+        extra_keys: Mapping[int, Sequence[bytes]] | None = None,
         traffic_class: str | None = None,
         on_prefill: Callable[[int, int], None] | None = None,
         on_token: Callable[[int], None] | None = None,
@@ -140,7 +141,9 @@ class Engine:
             on_token: called with each new token. An exception from either callback cancels the request.
         Raises: as `submit`.
         """
-        request = self.submit(prompt_tokens, params, salt=salt, traffic_class=traffic_class)
+        request = self.submit(
+            prompt_tokens, params, salt=salt, adapter=adapter, extra_keys=extra_keys, traffic_class=traffic_class
+        )
         reported = 0
         try:
             while request.generation is None:
@@ -162,13 +165,16 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         salt: bytes = b"",
+        adapter: bytes = b"",
+        extra_keys: Mapping[int, Sequence[bytes]] | None = None,
         traffic_class: str | None = None,
     ) -> Request:
         """Queue a request; `step` advances it.
 
         Raises: ValueError: the prompt is empty, has an unknown token, or can never fit the model or the pool.
         """
-        request = Request(prompt_tokens, params or SamplingParams(), salt, traffic_class, self._clock())
+        context = RequestContext(salt, adapter, extra_keys, traffic_class)
+        request = Request(prompt_tokens, params or SamplingParams(), context, self._clock())
         self._check(request)
         self._waiting.append(request)
         return request
@@ -216,24 +222,13 @@ class Engine:
     def _load_prefix(self, request: Request) -> None:
         if self._prefix_cache is None:
             return
-        # The last prompt token is always computed: its logits choose the first new token.
-        max_hit_tokens = len(request.prompt) - 1
-        lent_blocks = 0
-
-        def allocate(count: int) -> list[memoryview]:
-            nonlocal lent_blocks
-            if not 0 <= count <= max_hit_tokens // BLOCK_TOKENS:
-                raise ValueError(f"{count} blocks wanted for a hit of at most {max_hit_tokens} tokens")
-            lent_blocks = max(lent_blocks, count)
-            return [self._pool.block_view(block_id) for block_id in request.block_ids[:count]]
-
+        lent = request.block_ids[: len(request.prompt) // BLOCK_TOKENS]
+        views = [self._pool.block_view(block_id) for block_id in lent]
         started = self._clock()
-        loaded = self._prefix_cache.load_prefix(
-            request.prompt, max_hit_tokens, request.salt, request.traffic_class, allocate
-        )
+        loaded = self._prefix_cache.start_load(request.prompt, request.context, views).wait()
         request.load_s = self._clock() - started
-        if not 0 <= loaded.hit_blocks <= lent_blocks:
-            raise RuntimeError(f"prefix cache claims {loaded.hit_blocks} blocks, it was lent {lent_blocks}")
+        if not 0 <= loaded.hit_blocks * BLOCK_TOKENS < len(request.prompt) or loaded.hit_blocks > len(lent):
+            raise RuntimeError(f"prefix cache claims {loaded.hit_blocks} blocks, it was lent {len(lent)}")
         # Blocks lent but not filled stay the request's own and are computed like the rest.
         request.saved_blocks = loaded.hit_blocks
         request.hit_tokens = request.computed_tokens = loaded.hit_blocks * BLOCK_TOKENS
@@ -246,8 +241,11 @@ class Engine:
         span = Span(request.block_ids, start, end - start)
         hidden = self._model.forward(request.prompt[start:end], [span], self._pool)
         request.computed_tokens = end
+        took_s = self._clock() - started
+        if self._prefix_cache is not None:
+            self._prefix_cache.note_prefill(end - start, took_s)
         if not request.is_prefilled:
-            request.prefill_s += self._clock() - started
+            request.prefill_s += took_s
             return False
         request.first_logits = self._model.logits(hidden[-1])
         request.output.append(request.sampler.sample(request.first_logits))
@@ -292,7 +290,7 @@ class Engine:
         started = self._clock()
         computed = (request.prompt + tuple(request.output))[: request.computed_tokens]
         views = [self._pool.block_view(block_id) for block_id in request.block_ids[first:complete]]
-        self._prefix_cache.save_blocks(computed, first, views, request.salt, request.traffic_class)
+        self._prefix_cache.save_blocks(computed, first, views, request.context)
         request.saved_blocks = complete
         request.save_s += self._clock() - started
 

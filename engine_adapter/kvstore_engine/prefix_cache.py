@@ -3,20 +3,27 @@
 A request passes through it in steps, each a method:
 
     look up   ask the store how many of the prompt's blocks it has              one small call
-    plan      how many of those this engine can go on from
-    load      bring them straight into the engine's memory, verified            one streaming call
+    plan      how many of those this engine can go on from, and from where
+    load      bring them straight into the engine's memory, verified            a streaming call
     save      once they are computed, hand over the blocks that are complete    a call per 32 MiB
 
-Nothing the store does or fails to do raises in `load_prefix` and `save_blocks`: it is a miss with a reason, counted, and
-logged once. What only another configuration can cure raises when the cache is made (`PrefixCache.connect`, `check`).
+`start_load`, `save_blocks` and `save_state` take these steps on threads of the cache, behind the engine. Nothing the store does or
+fails to do raises there: it is a miss with a reason, counted, and logged once. What only another configuration can cure raises
+when the cache is made (`PrefixCache.connect`, `check`).
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from kvstore_api.limits import MAX_STATE_BYTES
+from kvstore_api.resume import ResumePlan, is_safe, resume_plan
 from kvstore_client import (
     ClientClosedError,
     Failure,
@@ -28,60 +35,99 @@ from kvstore_client import (
     PutResult,
     PutStatus,
     ReplayMode,
+    StateResult,
 )
-from kvstore_engine.hook import LoadedPrefix
+from kvstore_engine.benefit import MeasuredBenefit
+from kvstore_engine.hook import LoadedPrefix, Ownership
+from kvstore_engine.loading import CANCELLED, MISS, Load
 from kvstore_engine.prefix_cache_stats import PrefixCacheStats, StatsBook
+from kvstore_engine.saving import SaveJob, SaveQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kvstore_client import Chain, KVStoreClient, NamespaceHandle, NamespaceSpec
+    from kvstore_client import Chain, KVStoreClient, NamespaceHandle, NamespaceSpec, PrefixHash
+    from kvstore_engine.benefit import BenefitRule
+    from kvstore_engine.hook import RequestContext
+    from kvstore_engine.saving import Pending
 
 # Bytes of one put. Small enough that little is lost when its budget ends in the middle, and large enough that its fixed
 # cost, a round trip and a group commit of a few milliseconds, does not show.
 MAX_PUT_BYTES: Final = 32 << 20
+# Bytes of all saves under way. What an engine computes while its store is away for a moment; more memory saves more of it.
+MAX_PENDING_SAVE_BYTES: Final = 512 << 20
+# Loads at once. More of them share the same network; the next request's can be under way while one is computed.
+LOAD_THREADS: Final = 4
 # An engine starts once, and can wait longer then than for a request.
 CHECK_BUDGET_S: Final = 2.0
+# A KV group's state is worth little as soon as its conversation has gone on: the class of short-lived things.
+STATE_CLASS: Final = "handoff"
 
 # Reasons of this module's own; all others are the client's or the store's.
 NOT_STORED: Final = "NOT_STORED"
-REPLAY_NEEDED: Final = "REPLAY_NEEDED"  # the store's resume plan wants tokens recomputed that the hook cannot express
+NOT_WORTH_IT: Final = "NOT_WORTH_IT"  # computing is expected to be faster
+BAD_PLAN: Final = "BAD_PLAN"  # the store's resume plan would leave a KV group without what it needs
 CLIENT_CLOSED: Final = "CLIENT_CLOSED"
 UNEXPECTED_ERROR: Final = "UNEXPECTED_ERROR"  # a bug, in the client or here
 SKIPPED: Final = "SKIPPED"  # not offered to the store, after one that failed or was refused
+QUEUE_FULL: Final = "QUEUE_FULL"  # the store does not keep up with what the engine computes
 NO_RESULT: Final = "NO_RESULT"
 
 _LOGGER = logging.getLogger("kvstore_engine.prefix_cache")
 # The client itself says in one line when its store stops answering, and in another when it is back.
-_LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE"})
+_LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE", "BREAKER_OPEN"})
 
 
 class PrefixCache:
     """A `PrefixCacheHook` over one namespace of a store.
 
-    All calls come from the engine's thread, but for `stats`, which any thread may call.
+    Any thread may call anything. A forked process goes on with threads of its own; what its parent has under way is the parent's.
     """
 
     def __init__(
-        self, namespace: NamespaceHandle, *, block_tokens: int, block_bytes: int, max_put_bytes: int = MAX_PUT_BYTES
+        self,
+        namespace: NamespaceHandle,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        state_bytes: int = MAX_STATE_BYTES,
+        benefit: BenefitRule | None = None,
+        max_put_bytes: int = MAX_PUT_BYTES,
+        max_pending_save_bytes: int = MAX_PENDING_SAVE_BYTES,
     ) -> None:
-        """Sends nothing.
+        """Sends nothing and starts nothing.
 
         Args:
             block_tokens, block_bytes: the engine's own block size, which the views it lends have.
+            state_bytes: the largest state that a KV group has; the time to fetch one is made for this size.
+            benefit: when a hit is used; by default, when loading is expected to be faster than computing, as measured.
             max_put_bytes: bytes in one put; but a put has at least one block.
-        Raises: ValueError: the engine's blocks are not the namespace's, or a KV group needs a replay after a hit.
+            max_pending_save_bytes: bytes of saves under way; what does not fit is dropped and counted.
+        Raises: ValueError: the engine's blocks are not the namespace's.
         """
         _check_block_size(namespace, block_tokens, block_bytes)
-        _check_groups(namespace.spec)
         self._namespace = namespace
+        self._state_bytes = state_bytes
+        self._benefit = benefit if benefit is not None else MeasuredBenefit()
         self._put_blocks = max(1, max_put_bytes // block_bytes)
+        self._max_pending_save_bytes = max_pending_save_bytes
         self._book = StatsBook(block_tokens)
-        self._saves_paused = False  # from a call that failed until the next request's load
         self._trouble: dict[str, str] = {}  # step -> the reason that was logged, until the step succeeds again
+        self._trouble_lock = threading.Lock()
+        self._crews: dict[int, _Crew] = {}  # by process; no lock, which a fork could leave locked: setdefault is atomic
+        self._closed = False
 
     @classmethod
-    def connect(cls, client: KVStoreClient, spec: NamespaceSpec, *, block_tokens: int, block_bytes: int) -> PrefixCache:
+    def connect(
+        cls,
+        client: KVStoreClient,
+        spec: NamespaceSpec,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        state_bytes: int = MAX_STATE_BYTES,
+        benefit: BenefitRule | None = None,
+    ) -> PrefixCache:
         """Make a cache at an engine's start, and find out whether it can work as configured.
 
         A store that does not answer is no obstacle: requests miss until it does.
@@ -90,7 +136,13 @@ class PrefixCache:
             ValueError: the spec is incomplete, or the engine's blocks are not those it describes; names the field.
             KVStoreConfigError: the store refuses the namespace.
         """
-        cache = cls(client.namespace(spec), block_tokens=block_tokens, block_bytes=block_bytes)
+        cache = cls(
+            client.namespace(spec),
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            state_bytes=state_bytes,
+            benefit=benefit,
+        )
         cache.check()
         return cache
 
@@ -104,74 +156,107 @@ class PrefixCache:
         self._note("register", failure)
         return failure
 
+    def close(self, *, flush_s: float = 2.0) -> None:
+        """End the threads. Saves under way get `flush_s` seconds, the rest is dropped and counted. Idempotent.
+
+        Calls after it are misses and dropped saves.
+        """
+        self._closed = True
+        self._crew().stop(flush_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all saves so far are done, at most for `timeout_s`. Returns: whether they are."""
+        return self._crew().saves.flush(timeout_s)
+
     def stats(self) -> PrefixCacheStats:
         """All counts at one moment."""
         return self._book.snapshot()
 
-    def load_prefix(
-        self,
-        request_tokens: Sequence[int],
-        max_hit_tokens: int,
-        salt: bytes,
-        traffic_class: str | None,
-        allocate: Callable[[int], list[memoryview]],
-    ) -> LoadedPrefix:
-        """Fetch the KV of the longest stored prefix; see `PrefixCacheHook`. Raises: only what `allocate` raises."""
-        started = time.perf_counter()
-        self._saves_paused = False
-        asked = max(0, min(max_hit_tokens, len(request_tokens))) // self._namespace.block_tokens
-        hit, loaded, miss = 0, 0, ""
-        if asked:
-            hit, loaded, miss = self._fetch(request_tokens, asked, salt, traffic_class, allocate)
-        self._book.load(asked, hit, loaded, miss, time.perf_counter() - started)
-        return LoadedPrefix(loaded)
+    # What an engine calls
+
+    def start_load(self, prompt: Sequence[int], context: RequestContext, views: Sequence[memoryview]) -> Load:
+        """Begin to fetch the KV of the longest stored prefix; see `PrefixCacheHook`. Raises: nothing."""
+        asked_blocks = min(self.usable_blocks(len(prompt)), len(views))
+        load = Load(
+            views[:asked_blocks],
+            part_of_layer=lambda _layer: 0,
+            start_budget_s=self._namespace.budget_s(0),
+            on_wait=self._book.waited,
+        )
+        if not asked_blocks:
+            self._end_load(load, MISS, 0, "")
+        elif not self._crew().start(self._run_load, load, prompt, context):
+            self._end_load(load, MISS, 0, CLIENT_CLOSED)
+        return load
 
     def save_blocks(
         self,
-        request_tokens: Sequence[int],
+        tokens: Sequence[int],
         first_block: int,
         views: Sequence[memoryview],
-        salt: bytes,
-        traffic_class: str | None,
-    ) -> None:
-        """Store complete blocks; see `PrefixCacheHook`. Raises: nothing.
+        context: RequestContext,
+        ownership: Ownership = Ownership.COPIED,
+    ) -> Pending:
+        """Store complete blocks; see `PrefixCacheHook`. Raises: nothing."""
+        saves, size = self._crew().saves, self._namespace.block_bytes
+        taken = saves.reserve(len(views) * size, size) // size
+        self._book.unsaved([self._no_room] * (len(views) - taken))
+        end = (first_block + taken) * self._namespace.block_tokens
+        pieces = list(views[:taken])
+        job = SaveJob(
+            tokens=tuple(tokens[:end]),
+            first_block=first_block,
+            pieces=pieces if ownership is Ownership.HELD else [bytes(view) for view in pieces],
+            size_bytes=taken * size,
+            context=context,
+        )
+        return self._offer(job)
 
-        Does nothing when the store has failed since the last load: the request has waited for it once already.
+    def save_state(self, tokens: Sequence[int], group: str, state: memoryview, context: RequestContext) -> Pending:
+        """Store a KV group's state at the end of `tokens`; see `PrefixCacheHook`.
+
+        Raises: ValueError: `tokens` are no whole blocks.
         """
-        started = time.perf_counter()
-        results: list[PutResult] = []
-        if not self._saves_paused:
-            chain = self._chain("save", request_tokens, first_block + len(views), salt)
-            if not isinstance(chain, Failure):
-                results = self.save(chain, first_block, views, traffic_class)
-        report = PutReport(results)
-        unsaved = [result.reason for result in results if result.status is PutStatus.REJECTED]
-        unsaved += [SKIPPED] * (len(views) - len(results))
-        self._book.save(report.stored, report.exists, unsaved, time.perf_counter() - started)
+        if not len(tokens) or len(tokens) % self._namespace.block_tokens:
+            raise ValueError(
+                f"a state stands at the end of whole blocks, {len(tokens)} tokens are no positive multiple of "
+                f"{self._namespace.block_tokens}"
+            )
+        taken = self._crew().saves.reserve(len(state), max(1, len(state)))
+        if taken < len(state):
+            self._book.unsaved([self._no_room])
+        pieces = [bytes(state)] if taken else []
+        return self._offer(SaveJob(tuple(tokens), 0, pieces, taken, context, group))
+
+    def note_prefill(self, tokens: int, took_s: float) -> None:
+        """Tell how long it took to compute `tokens` of a prompt: what a load is compared with."""
+        self._benefit.note_prefill(tokens, took_s)
+
+    # The steps, for engines that take them one by one
+
+    def usable_blocks(self, prompt_tokens: int) -> int:
+        """The longest hit that a prompt of so many tokens can use.
+
+        One token at least must be computed, for its logits. Where windows are replayed, it is among the replayed ones: then a
+        prompt of exactly n blocks can hit all n. A recurrent state at the very end has seen the last token already.
+        """
+        kinds = {group.kind for group in self._namespace.spec.groups}
+        replays = KvGroupKind.SLIDING_WINDOW in kinds and KvGroupKind.STATE not in kinds
+        return max(0, prompt_tokens - (not replays)) // self._namespace.block_tokens
 
     def look_up(self, chain: Chain, traffic_class: str | None) -> MatchResult:
         """Ask the store for the longest leading part of `chain`; a failure is a result."""
+        began = time.monotonic()
         try:
             match = self._namespace.match(chain, traffic_class or "")
         except Exception as error:
             match = MatchResult(failure=_failure(error))
         self._note("look-up", match.failure)
+        if match.failure is None:
+            self._benefit.note_look_up(time.monotonic() - began)
         return match
 
-    def plan(self, match: MatchResult, asked_blocks: int) -> tuple[int, str]:
-        """How many leading blocks to load, and what ended the hit there: "" if nothing did.
-
-        A hit counts only if the store's plan lets the engine go on right behind it, without recomputing any of it.
-        """
-        if match.failure is not None:
-            return 0, match.failure.reason
-        plan = match.plan
-        if plan.mode is not ReplayMode.NONE or plan.replay_start_token != plan.hit_tokens:
-            return 0, REPLAY_NEEDED
-        hit_blocks = min(plan.hit_tokens // self._namespace.block_tokens, asked_blocks)
-        return hit_blocks, "" if hit_blocks == asked_blocks else NOT_STORED
-
-    def load(self, chain: Chain, views: Sequence[memoryview], lease: bytes) -> tuple[int, str]:
+    def load_blocks(self, chain: Chain, views: Sequence[memoryview], lease: bytes) -> tuple[int, str]:
         """Bring the first blocks of `chain` into `views`.
 
         Returns: how many blocks from the first on are valid, and the reason why the next one is not: "" if there is
@@ -189,8 +274,8 @@ class PrefixCache:
         unsettled = result.failure.reason if result.failure is not None else NO_RESULT
         return valid, result.statuses[valid] if valid < len(result.statuses) else unsettled
 
-    def save(
-        self, chain: Chain, first_block: int, views: Sequence[memoryview], traffic_class: str | None
+    def put_blocks(
+        self, chain: Chain, first_block: int, views: Sequence[memoryview | bytes], traffic_class: str | None
     ) -> list[PutResult]:
         """Put the blocks in several calls, so that a budget that ends in one of them loses only that one.
 
@@ -206,38 +291,161 @@ class PrefixCache:
                 break
         return results
 
-    def _fetch(
-        self,
-        request_tokens: Sequence[int],
-        asked_blocks: int,
-        salt: bytes,
-        traffic_class: str | None,
-        allocate: Callable[[int], list[memoryview]],
-    ) -> tuple[int, int, str]:
-        """The steps of a load. Returns: blocks hit, blocks loaded, and why they are fewer than asked for, or ""."""
-        # Asking for no more than can be used makes the store's plan one for the very hit that is taken.
-        chain = self._chain("look-up", request_tokens, asked_blocks, salt)
-        if isinstance(chain, Failure):
-            return 0, 0, chain.reason
-        match = self.look_up(chain, traffic_class)
-        hit_blocks, end = self.plan(match, asked_blocks)
-        if not hit_blocks:
-            return 0, 0, end
-        loaded_blocks, gap = self.load(chain, allocate(hit_blocks), match.lease)
-        return hit_blocks, loaded_blocks, gap or end
+    # Loads, on a loading thread
 
-    def _put(self, chain: Chain, first_block: int, part: Sequence[memoryview], traffic_class: str | None) -> PutReport:
+    def _run_load(self, load: Load, prompt: Sequence[int], context: RequestContext) -> None:
+        prefix, hit_blocks, miss = MISS, 0, load.end_reason
         try:
-            report = self._namespace.put(chain, list(part), first_block=first_block, traffic_class=traffic_class or "")
+            if load.begin():
+                prefix, hit_blocks, miss = self._fetch(load, prompt, context)
+            else:
+                miss = load.end_reason
         except Exception as error:
             failure = _failure(error)
-            blocks = range(first_block, first_block + len(part))
-            rejected = [PutResult(block, PutStatus.REJECTED, failure.reason, failure.detail) for block in blocks]
-            report = PutReport(rejected, failure)
+            self._note("load", failure)
+            miss = failure.reason
+        finally:
+            self._end_load(load, prefix, hit_blocks, miss)
+
+    def _end_load(self, load: Load, prefix: LoadedPrefix, hit_blocks: int, miss: str) -> None:
+        self._book.load(len(load.views), hit_blocks, prefix.hit_blocks, miss, time.monotonic() - load.started_at)
+        load.settle(prefix)
+
+    def _fetch(self, load: Load, prompt: Sequence[int], context: RequestContext) -> tuple[LoadedPrefix, int, str]:
+        """The steps of a load. Returns: what is there, blocks hit, and why they are fewer than asked for, or ""."""
+        asked_blocks = len(load.views)
+        if not self._is_worth(asked_blocks * self._namespace.block_tokens, asked_blocks):
+            return MISS, 0, NOT_WORTH_IT
+        # Asking for no more than can be used makes the store's plan one for the very hit that is taken.
+        chain = self._chain("look-up", prompt, asked_blocks, context)
+        if isinstance(chain, Failure):
+            return MISS, 0, chain.reason
+        match = self.look_up(chain, context.traffic_class)
+        promised, end = self._promise(chain, match, asked_blocks)
+        if not promised.hit_blocks:
+            return MISS, 0, end
+        if not self._is_worth(promised.replay_start_token, promised.hit_blocks):
+            return MISS, promised.hit_blocks, NOT_WORTH_IT
+        load.promise(promised)
+        if load.given_up:
+            return MISS, promised.hit_blocks, CANCELLED
+        loaded_blocks, gap = self._load_timed(load, chain.first(promised.hit_blocks), match.lease)
+        loaded = promised if not gap else self._shortened(loaded_blocks)
+        return loaded, promised.hit_blocks, gap or end
+
+    def _is_worth(self, saved_tokens: int, blocks: int) -> bool:
+        return self._benefit.is_worth(saved_tokens, blocks * self._namespace.block_bytes)
+
+    def _promise(self, chain: Chain, match: MatchResult, asked_blocks: int) -> tuple[LoadedPrefix, str]:
+        """What a match lets the engine go on from, with the states for it; and what ended the hit there, "" if nothing did."""
+        if match.failure is not None:
+            return MISS, match.failure.reason
+        plan, spec = match.plan, self._namespace.spec
+        states = self._fetch_states(chain, plan)
+        if not is_safe(spec, plan, states.keys()):
+            if plan.mode is not ReplayMode.SNAPSHOT:
+                return MISS, BAD_PLAN
+            plan, states = resume_plan(spec, plan.hit_tokens // spec.block_tokens, _no_state), {}
+        hit_blocks = plan.hit_tokens // spec.block_tokens
+        prefix = LoadedPrefix(hit_blocks, plan.replay_start_token, plan.mode, states)
+        return prefix, "" if hit_blocks == asked_blocks else NOT_STORED
+
+    def _fetch_states(self, chain: Chain, plan: ResumePlan) -> dict[str, bytearray]:
+        """The states that a plan goes on from; fewer, if some do not come."""
+        if plan.mode is not ReplayMode.SNAPSHOT:
+            return {}
+        states = {}
+        for group in self._namespace.spec.groups:
+            if group.replay_rule is ReplayMode.SNAPSHOT:
+                state = self._fetch_state(chain[plan.hit_tokens // self._namespace.block_tokens - 1], group.name)
+                if state is None:
+                    break
+                states[group.name] = state
+        return states
+
+    def _fetch_state(self, prefix_hash: PrefixHash, name: str) -> bytearray | None:
+        try:
+            result = self._namespace.get_state(
+                prefix_hash, name, max_bytes=self._state_bytes, traffic_class=STATE_CLASS
+            )
+        except Exception as error:
+            failure = _failure(error)
+            result = StateResult(None, failure.reason, failure)
+        self._note("state", result.failure)
+        return result.data
+
+    def _load_timed(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
+        began = time.monotonic()
+        loaded_blocks, gap = self.load_blocks(chain, load.views[: len(chain)], lease)
+        self._benefit.note_load(loaded_blocks * self._namespace.block_bytes, time.monotonic() - began)
+        if not gap:
+            load.part_there()
+        return loaded_blocks, gap
+
+    def _shortened(self, blocks: int) -> LoadedPrefix:
+        """What can be gone on from when only so many blocks came: planned anew, and not rewound into a window."""
+        plan = resume_plan(self._namespace.spec, blocks, _no_state)
+        return LoadedPrefix(plan.hit_tokens // self._namespace.block_tokens, plan.replay_start_token, plan.mode)
+
+    # Saves, on the saving thread
+
+    @property
+    def _no_room(self) -> str:
+        return CLIENT_CLOSED if self._closed else QUEUE_FULL
+
+    def _offer(self, job: SaveJob) -> Pending:
+        if job.pieces:
+            self._crew().saves.offer(job)
+        else:
+            job.pending.finish()
+        return job.pending
+
+    def _run_save(self, job: SaveJob) -> None:
+        began = time.monotonic()
+        results: list[PutResult] = []
+        try:
+            results = self._store(job)
+        except Exception as error:  # a bug; the thread goes on
+            self._note("save", _failure(error))
+        report = PutReport(results)
+        unsaved = [result.reason for result in results if result.status is PutStatus.REJECTED]
+        self._book.unsaved(unsaved + [SKIPPED] * (len(job.pieces) - len(results)))
+        self._book.saved(report.stored, report.exists, time.monotonic() - began, state=bool(job.group))
+
+    def _store(self, job: SaveJob) -> list[PutResult]:
+        chain = self._chain("save", job.tokens, len(job.tokens) // self._namespace.block_tokens, job.context)
+        if isinstance(chain, Failure):
+            return []
+        if job.group:
+            return list(self._put_state(chain[len(chain) - 1], job.group, job.pieces[0]).results)
+        return self.put_blocks(chain, job.first_block, job.pieces, job.context.traffic_class)
+
+    def _put_state(self, prefix_hash: PrefixHash, name: str, state: memoryview | bytes) -> PutReport:
+        try:
+            report = self._namespace.put_state(prefix_hash, name, state, traffic_class=STATE_CLASS)
+        except Exception as error:
+            report = _rejected(range(1), _failure(error))
         self._note("save", report.failure or _first_rejection(report))
         return report
 
-    def _chain(self, step: str, request_tokens: Sequence[int], block_count: int, salt: bytes) -> Chain | Failure:
+    def _drop(self, job: SaveJob) -> None:
+        self._book.unsaved([CLIENT_CLOSED] * len(job.pieces))
+
+    def _put(
+        self, chain: Chain, first_block: int, part: Sequence[memoryview | bytes], traffic_class: str | None
+    ) -> PutReport:
+        try:
+            report = self._namespace.put(chain, list(part), first_block=first_block, traffic_class=traffic_class or "")
+        except Exception as error:
+            report = _rejected(range(first_block, first_block + len(part)), _failure(error))
+        self._note("save", report.failure or _first_rejection(report))
+        return report
+
+    # Both
+
+    def _chain(
+        self, step: str, request_tokens: Sequence[int], block_count: int, context: RequestContext
+    ) -> Chain | Failure:
         """The prefix hashes of the first `block_count` blocks: made once for all the calls of a load or a save.
 
         They are not kept from the one to the other: they take 30 ns a token (measured: 3 ms for 100,000 tokens), which is
@@ -245,28 +453,74 @@ class PrefixCache:
         """
         tokens = request_tokens[: block_count * self._namespace.block_tokens]
         try:
-            return self._namespace.chain(tokens, salt=salt)
+            return self._namespace.chain(
+                tokens, salt=context.salt, adapter=context.adapter, extra_keys=context.extra_keys
+            )
         except Exception as error:
             failure = _failure(error)
         self._note(step, failure)
         return failure
 
+    def _crew(self) -> _Crew:
+        pid = os.getpid()
+        crew = self._crews.get(pid)
+        if crew is None:
+            saves = SaveQueue(self._max_pending_save_bytes, self._run_save, self._drop)
+            crew = self._crews.setdefault(
+                pid, _Crew(ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load"), saves)
+            )
+        return crew
+
     def _note(self, step: str, failure: Failure | None) -> None:
         """Log a step's trouble when it begins, changes and ends, but not with every request in between."""
         if failure is None:
-            if self._trouble.pop(step, None):
+            with self._trouble_lock:
+                was_in_trouble = self._trouble.pop(step, None)
+            if was_in_trouble:
                 _LOGGER.info("%s works again", step)
             return
-        self._saves_paused = True
-        if failure.reason in _LOGGED_BY_CLIENT or self._trouble.get(step) == failure.reason:
+        if failure.reason in _LOGGED_BY_CLIENT:
             return
-        self._trouble[step] = failure.reason
+        with self._trouble_lock:
+            if self._trouble.get(step) == failure.reason:
+                return
+            self._trouble[step] = failure.reason
         _LOGGER.warning(
             "%s fails: %s [%s]; requests go on without the store, and this is not logged again until it changes",
             step,
             failure.detail,
             failure.reason,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Crew:
+    """The threads of one process, started when there is work for them."""
+
+    loaders: ThreadPoolExecutor
+    saves: SaveQueue
+
+    def start(self, run: Callable[..., None], *args: object) -> bool:
+        """Run it on a loading thread. Returns: False: the crew has been stopped."""
+        try:
+            self.loaders.submit(run, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def stop(self, flush_s: float) -> None:
+        """Finish what is under way; saves get `flush_s` seconds."""
+        self.loaders.shutdown(wait=True)
+        self.saves.stop(flush_s)
+
+
+def _no_state(_blocks: int, _group: str) -> bool:
+    return False
+
+
+def _rejected(blocks: range, failure: Failure) -> PutReport:
+    results = [PutResult(block, PutStatus.REJECTED, failure.reason, failure.detail) for block in blocks]
+    return PutReport(results, failure)
 
 
 def _failure(error: Exception) -> Failure:
@@ -295,13 +549,3 @@ def _check_block_size(namespace: NamespaceHandle, block_tokens: int, block_bytes
         raise ValueError(
             f"the engine's blocks have {block_bytes} bytes, but block_bytes of the namespace is {namespace.block_bytes}"
         )
-
-
-def _check_groups(spec: NamespaceSpec) -> None:
-    """Found out at the start, since every request would miss."""
-    for group in spec.groups:
-        if group.kind is not KvGroupKind.FULL:
-            raise ValueError(
-                f"groups: {group.name!r} is {group.kind.name}, whose layers are empty after a hit; "
-                "this cache serves engines that persist every layer"
-            )

@@ -26,9 +26,11 @@ class PrefixCacheStats:
         misses: reason -> requests that got fewer blocks than they asked for; each counts once, by what ended its hit.
         stored_blocks: blocks that were saved and new to the store.
         exists_blocks: blocks that were saved and there already.
-        unsaved_blocks: reason -> blocks handed over for saving without a confirmation from the store.
-        load_s: time in `load_prefix`.
-        save_s: time in `save_blocks`.
+        saved_states: KV groups' states that were saved and are in the store.
+        unsaved_blocks: reason -> blocks and states handed over for saving without a confirmation from the store.
+        load_s: from the start to the end of loads, added up; much of it beside the engine's own work.
+        wait_s: time that the engine waited for loads.
+        save_s: time that storing took, beside the engine's own work.
     """
 
     block_tokens: int
@@ -39,8 +41,10 @@ class PrefixCacheStats:
     misses: Mapping[str, int]
     stored_blocks: int
     exists_blocks: int
+    saved_states: int
     unsaved_blocks: Mapping[str, int]
     load_s: float
+    wait_s: float
     save_s: float
 
     @property
@@ -70,7 +74,7 @@ class PrefixCacheStats:
 
 
 class StatsBook:
-    """Counts by one thread, snapshots from any."""
+    """Counts, from any thread."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -79,6 +83,7 @@ class StatsBook:
         self._misses: Counter[str] = Counter()
         self._unsaved: Counter[str] = Counter()
         self._load_s = 0.0
+        self._wait_s = 0.0
         self._save_s = 0.0
 
     def load(self, asked_blocks: int, hit_blocks: int, loaded_blocks: int, miss: str, took_s: float) -> None:
@@ -92,13 +97,25 @@ class StatsBook:
             if loaded_blocks < asked_blocks:
                 self._misses[miss] += 1
 
-    def save(self, stored_blocks: int, exists_blocks: int, unsaved: Iterable[str], took_s: float) -> None:
-        """Blocks were handed over for saving; `unsaved` has a reason for each that is not confirmed."""
+    def waited(self, took_s: float) -> None:
+        """The engine waited for a load."""
         with self._lock:
-            self._numbers["stored"] += stored_blocks
-            self._numbers["exists"] += exists_blocks
-            self._unsaved.update(unsaved)
+            self._wait_s += took_s
+
+    def saved(self, stored_blocks: int, exists_blocks: int, took_s: float, *, state: bool) -> None:
+        """Blocks, or a state, were stored or found stored."""
+        with self._lock:
+            if state:
+                self._numbers["states"] += stored_blocks + exists_blocks
+            else:
+                self._numbers["stored"] += stored_blocks
+                self._numbers["exists"] += exists_blocks
             self._save_s += took_s
+
+    def unsaved(self, reasons: Iterable[str]) -> None:
+        """Blocks or states handed over for saving are not confirmed; a reason for each."""
+        with self._lock:
+            self._unsaved.update(reasons)
 
     def snapshot(self) -> PrefixCacheStats:
         """All counts at one moment."""
@@ -112,7 +129,9 @@ class StatsBook:
                 misses=dict(self._misses),
                 stored_blocks=self._numbers["stored"],
                 exists_blocks=self._numbers["exists"],
+                saved_states=self._numbers["states"],
                 unsaved_blocks=dict(self._unsaved),
                 load_s=self._load_s,
+                wait_s=self._wait_s,
                 save_s=self._save_s,
             )

@@ -12,6 +12,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers import LlamaConfig as ReferenceConfig
 
+from hooks import Loaded, Saved
 from kvstore_engine.engine import Engine
 from kvstore_engine.gguf_loader import load_model, open_gguf, smollm2_gguf_path
 from kvstore_engine.hook import LoadedPrefix
@@ -21,7 +22,7 @@ from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from gguf import GGUFReader
 
@@ -155,19 +156,18 @@ class CopiedPrefix:
     def __init__(self, blocks: list[bytes]) -> None:
         self._blocks = blocks
 
-    def load_prefix(
-        self,
-        request_tokens: Sequence[int],
-        max_hit_tokens: int,
-        salt: bytes,
-        traffic_class: str | None,
-        allocate: Callable[[int], list[memoryview]],
-    ) -> LoadedPrefix:
-        for view, block in zip(allocate(len(self._blocks)), self._blocks, strict=True):
+    def start_load(self, _prompt: Sequence[int], _context: object, views: Sequence[memoryview]) -> Loaded:
+        for view, block in zip(views, self._blocks, strict=False):
             view[:] = block
-        return LoadedPrefix(len(self._blocks))
+        return Loaded(LoadedPrefix(len(self._blocks), len(self._blocks) * 128))
 
-    def save_blocks(self, *_: object) -> None:
+    def save_blocks(self, *_: object) -> Saved:
+        return Saved()
+
+    def save_state(self, *_: object) -> Saved:
+        return Saved()
+
+    def note_prefill(self, *_: object) -> None:
         pass
 
 

@@ -1,13 +1,14 @@
 """The thin engine with a store of KV blocks: what it loads, what it saves, and that neither changes a token."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+from hooks import Loaded, Saved
 from kvstore_engine.engine import Engine, Request
-from kvstore_engine.hook import LoadedPrefix
+from kvstore_engine.hook import LoadedPrefix, RequestContext
 from kvstore_engine.kv_pool import KVPool
 from kvstore_engine.model import Llama, LlamaConfig, random_weights
 from kvstore_engine.sampling import SamplingParams
@@ -47,43 +48,38 @@ class DictStore:
     save_takes_s: float = 0.0
     fill_only: int | None = None  # of the blocks it has, fill this many and spoil the others
     blocks: dict[tuple[bytes, tuple[int, ...]], bytes] = field(default_factory=dict)
-    loads: list[tuple[int, str | None]] = field(default_factory=list)  # (max_hit_tokens, traffic_class)
+    loads: list[tuple[int, str | None]] = field(default_factory=list)  # (blocks lent, traffic_class)
     saves: list[tuple[int, int]] = field(default_factory=list)  # (first_block, blocks)
 
-    def load_prefix(
-        self,
-        request_tokens: Sequence[int],
-        max_hit_tokens: int,
-        salt: bytes,
-        traffic_class: str | None,
-        allocate: Callable[[int], list[memoryview]],
-    ) -> LoadedPrefix:
-        self.loads.append((max_hit_tokens, traffic_class))
+    def start_load(self, prompt: Sequence[int], context: RequestContext, views: Sequence[memoryview]) -> Loaded:
+        self.loads.append((len(views), context.traffic_class))
         self.clock.now_s += self.load_takes_s
         found = []
-        for end in range(128, max_hit_tokens + 1, 128):
-            if (block := self.blocks.get((salt, tuple(request_tokens[:end])))) is None:
+        for end in range(128, len(prompt), 128):
+            if (block := self.blocks.get((context.salt, tuple(prompt[:end])))) is None:
                 break
             found.append(block)
         hit_blocks = len(found) if self.fill_only is None else min(self.fill_only, len(found))
-        for index, view in enumerate(allocate(len(found))):
+        for index, view in enumerate(views[: len(found)]):
             view[:] = found[index] if index < hit_blocks else b"\x77" * len(view)
-        return LoadedPrefix(hit_blocks)
+        return Loaded(LoadedPrefix(hit_blocks, hit_blocks * 128))
 
     def save_blocks(
-        self,
-        request_tokens: Sequence[int],
-        first_block: int,
-        views: Sequence[memoryview],
-        salt: bytes,
-        traffic_class: str | None,
-    ) -> None:
+        self, tokens: Sequence[int], first_block: int, views: Sequence[memoryview], context: RequestContext, *_: object
+    ) -> Saved:
         self.saves.append((first_block, len(views)))
         self.clock.now_s += self.save_takes_s
         for index, view in enumerate(views, first_block):
             end = (index + 1) * 128
-            assert len(request_tokens) >= end
-            self.blocks[salt, tuple(request_tokens[:end])] = bytes(view)
+            assert len(tokens) >= end
+            self.blocks[context.salt, tuple(tokens[:end])] = bytes(view)
+        return Saved()
+
+    def save_state(self, *_: object) -> Saved:
+        return Saved()
+
+    def note_prefill(self, tokens: int, took_s: float) -> None:
+        pass
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -133,7 +129,7 @@ def test_last_prompt_token_is_always_computed(length: int, hit_tokens: int):
     make_engine(store).generate(prompt, SamplingParams(max_new_tokens=1))
     store.saves.clear()
     generation = make_engine(store).generate(prompt[:length], SamplingParams(max_new_tokens=1), traffic_class="agent")
-    assert store.loads[-1] == (length - 1, "agent")
+    assert store.loads[-1] == (length // 128, "agent")
     assert (generation.hit_tokens, generation.prefill_tokens) == (hit_tokens, length - hit_tokens)
     # A prompt of whole blocks computes its last block again, and so offers it again.
     assert store.saves == ([(hit_tokens // 128, 1)] if length % 128 == 0 else [])
@@ -196,21 +192,21 @@ def test_conversation_continues_from_blocks_completed_while_decoding():
 class Overclaiming(DictStore):
     """A broken hook: claims a block it was never lent."""
 
-    def load_prefix(self, *arguments, **_) -> LoadedPrefix:
-        return LoadedPrefix(1)
+    def start_load(self, *_: object) -> Loaded:
+        return Loaded(LoadedPrefix(3, 256))
 
 
 class Greedy(DictStore):
-    """A broken hook: wants the last block of a prompt of two whole blocks."""
+    """A broken hook: leaves nothing to compute of a prompt of two whole blocks."""
 
-    def load_prefix(self, request_tokens, max_hit_tokens, salt, traffic_class, allocate) -> LoadedPrefix:
-        return LoadedPrefix(len(allocate(2)))
+    def start_load(self, *_: object) -> Loaded:
+        return Loaded(LoadedPrefix(2, 256))
 
 
-@pytest.mark.parametrize(("hook", "error"), [(Overclaiming(), RuntimeError), (Greedy(), ValueError)])
-def test_hook_that_breaks_its_contract_is_refused_and_leaves_the_engine_usable(hook: DictStore, error: type[Exception]):
+@pytest.mark.parametrize("hook", [Overclaiming(), Greedy()])
+def test_hook_that_breaks_its_contract_is_refused_and_leaves_the_engine_usable(hook: DictStore):
     engine = make_engine(hook, num_blocks=3)
-    with pytest.raises(error, match="blocks"):
+    with pytest.raises(RuntimeError, match="blocks"):
         engine.generate(prompt_of(256))
     assert not engine.has_work
     hook.__class__ = DictStore

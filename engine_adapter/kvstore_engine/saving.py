@@ -1,0 +1,142 @@
+"""Saves behind the engine: a queue of bounded size and one thread that empties it into the store.
+
+The store may be slow, the engine may not wait: what does not fit is dropped and counted. Of a save that fits in part, the
+leading blocks are taken, since those behind a gap cannot be hit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvstore_engine.hook import RequestContext
+
+
+class Pending:
+    """A `Saving`: the views are the engine's again once it is done."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing reads the views any more."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done, at most for `timeout_s`. Returns: whether it is."""
+        return self._done.wait(timeout_s)
+
+    def finish(self) -> None:
+        """It is done. Idempotent."""
+        self._done.set()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Something to store.
+
+    `group` is empty for blocks. A KV group's state is one piece of `pieces`, and stands at the end of `tokens`.
+    """
+
+    tokens: Sequence[int]
+    first_block: int
+    pieces: Sequence[memoryview | bytes]
+    size_bytes: int
+    context: RequestContext
+    group: str = ""
+    pending: Pending = field(default_factory=Pending)
+
+
+class SaveQueue:
+    """Jobs in order, one after the other. Any thread may offer; the thread that stores is started by the first job."""
+
+    def __init__(self, max_bytes: int, store: Callable[[SaveJob], None], drop: Callable[[SaveJob], None]) -> None:
+        """Args:
+        max_bytes: of all jobs not yet done, the one under way included.
+        store: called with each job on the thread; must not raise.
+        drop: told the jobs that were not begun when the queue was stopped.
+        """
+        self._max_bytes = max_bytes
+        self._store = store
+        self._drop = drop
+        self._changed = threading.Condition()  # guards everything below
+        self._jobs: deque[SaveJob] = deque()
+        self._pending_bytes = 0
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes taken and not yet done."""
+        with self._changed:
+            return self._pending_bytes
+
+    def reserve(self, size_bytes: int, piece_bytes: int) -> int:
+        """Make room for as much of `size_bytes` as there is, in whole pieces. Returns: the bytes to `offer` then."""
+        with self._changed:
+            room = 0 if self._stopped else self._max_bytes - self._pending_bytes
+            taken = max(0, min(size_bytes, room // piece_bytes * piece_bytes))
+            self._pending_bytes += taken
+            return taken
+
+    def offer(self, job: SaveJob) -> None:
+        """Queue a job for which room was reserved."""
+        with self._changed:
+            if not self._stopped:
+                self._jobs.append(job)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
+                    self._thread.start()
+                self._changed.notify_all()
+                return
+            self._pending_bytes -= job.size_bytes
+        self._give_back(job)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all jobs are done, at most for `timeout_s`. Returns: whether they are."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending_bytes, timeout_s)
+
+    def stop(self, timeout_s: float) -> None:
+        """Finish what can be finished in `timeout_s`; drop the rest and take nothing more. Idempotent.
+
+        The job under way is waited for even if that takes longer, as its own budgets allow: it reads the engine's memory.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.flush(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._stopped = True
+            dropped, self._jobs = list(self._jobs), deque()
+            self._pending_bytes -= sum(job.size_bytes for job in dropped)
+            thread, self._thread = self._thread, None
+            self._changed.notify_all()
+        for job in dropped:
+            self._give_back(job)
+        if thread is not None:
+            thread.join()
+
+    def _give_back(self, job: SaveJob) -> None:
+        self._drop(job)
+        job.pending.finish()
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._store(job)
+            finally:
+                job.pending.finish()
+                with self._changed:
+                    self._pending_bytes -= job.size_bytes
+                    self._changed.notify_all()
+
+    def _next(self) -> SaveJob | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._stopped)
+            return self._jobs.popleft() if self._jobs else None
