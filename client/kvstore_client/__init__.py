@@ -27,10 +27,17 @@ from kvstore_client.client import KVStoreClient, NamespaceHandle
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import ClientClosedError, KVStoreConfigError
 from kvstore_client.hashing import TokenIdError, prefix_hashes, prefix_seed
+from kvstore_client.layout import BlockLayout, BlockLayoutError, BlockPart
+from kvstore_client.model_config import ModelConfigError
+from kvstore_client.model_kv import ModelKv, model_kv_layout
+from kvstore_client.presets import Preset, UnknownPresetError, preset, preset_names
 from kvstore_client.results import DeleteResult, Failure, GetResult, MatchResult, PutReport, StateResult
 from kvstore_client.stats import ClientStats
 
 __all__ = [
+    "BlockLayout",
+    "BlockLayoutError",
+    "BlockPart",
     "Chain",
     "ClientClosedError",
     "ClientConfig",
@@ -43,12 +50,15 @@ __all__ = [
     "KvGroup",
     "KvGroupKind",
     "MatchResult",
+    "ModelConfigError",
+    "ModelKv",
     "NamespaceDigest",
     "NamespaceHandle",
     "NamespaceSpec",
     "NamespaceSpecError",
     "ParallelDimension",
     "PrefixHash",
+    "Preset",
     "PutReport",
     "PutResult",
     "PutStatus",
@@ -56,6 +66,10 @@ __all__ = [
     "ResumePlan",
     "StateResult",
     "TokenIdError",
+    "UnknownPresetError",
+    "model_kv_layout",
     "prefix_hashes",
     "prefix_seed",
+    "preset",
+    "preset_names",
 ]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvstore_client.layout import BlockLayout
 from kvstore_engine.model import check_windows
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class KVPool:
         full_layers, window_layers: the model's layers in the one and in the other, ascending.
         window_tokens: how far window layers see, 0 without such layers.
         block_bytes: bytes of a block, those of its full layers.
+        block_layout: where in a block the layers are.
     """
 
     layout: str = LAYOUT
@@ -76,6 +78,7 @@ class KVPool:
         self._layer_kv = {layer: self.kv[:, index] for index, layer in enumerate(self.full_layers)}
         self._layer_kv |= {layer: self.window_kv[:, index] for index, layer in enumerate(self.window_layers)}
         self.block_bytes = self.kv[0].nbytes
+        self.block_layout = BlockLayout.uniform(self.full_layers, self.kv[0, 0].nbytes)
         # numpy has no bfloat16, hence the detour over uint8; it copies nothing.
         self._memory = self.kv.view(torch.uint8).reshape(-1).numpy().data
         self._free = list(reversed(range(num_blocks)))

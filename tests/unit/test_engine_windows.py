@@ -204,6 +204,8 @@ def test_blocks_hold_the_full_layers_only():
     assert pool.block_bytes == 2 * 2 * 2 * 128 * 16 * 4
     plain = KVPool(num_blocks=8, layers=2, kv_heads=2, head_dim=16)
     assert (plain.layout, plain.block_bytes, plain.full_layers) == (LAYOUT, pool.block_bytes, (0, 1))
+    assert pool.block_layout.layers == pool.full_layers
+    assert pool.block_layout.range_of(1, 3) == (pool.block_bytes // 2, pool.block_bytes // 2)
     keys = torch.randn(10, 2, 16, generator=torch.Generator().manual_seed(3))
     before, windows = bytes(pool.block_view(3)), pool.window_kv.clone()
     pool.write(3, [3], 5, keys, -keys)
