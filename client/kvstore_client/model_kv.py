@@ -18,8 +18,8 @@ the layers before the last KV source: the layers after it compute theirs from th
 for the window and for a speculative step, `dspark_block_size` + 1 tokens: 20 layers of 134 slots, as published.
 
 Engines pad: vLLM each page, which is one layer's main KV or index keys of a block, to 512 B; DeepInfer the whole block to 576 B.
-(The first is in vLLM's sources; the second is derived from the one published size, 114,048 B.) In a store's block the parts stand
-packed in the order of layers, and the sum of the engine's padding follows them.
+(The first is in vLLM's sources; the second is derived from the one published size, 114,048 B.) In a store's block the layers stand
+in order with their padding where the engine has it: a copy of the engine's pages, one after the other, is a block.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING
 
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
-from kvstore_client.layout import BlockLayout
+from kvstore_client.layout import BlockLayout, BlockPart
 from kvstore_client.model_config import ModelConfig, ModelConfigError
 from kvstore_client.number_formats import MXFP4, MXFP8, NVFP4, PLAIN_FORMATS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from kvstore_client.number_formats import NumberFormat
 
@@ -164,14 +164,12 @@ def _compressed(config: ModelConfig, kv_dtype: str, engine: str, padding_bytes: 
     main_bytes = _vector_bytes(_format(_COMPRESSED_FORMATS, kv_dtype), "head_dim", head_dim)
     index_bytes = _vector_bytes(_INDEX_FORMAT, "index_head_dim", index_dim)
     entries = _entries_per_block(config)
-    if padding_bytes is None:
-        pages = [count * size for count in entries.values() for size in (main_bytes, index_bytes)]
-        padding_bytes = _padding(engine, pages)
-    sizes = [(layer, count * (main_bytes + index_bytes)) for layer, count in entries.items()]
+    pages = {layer: (count * main_bytes, count * index_bytes) for layer, count in entries.items()}
+    layout = _padded_layout(pages, engine, padding_bytes)
     window_tokens, draft_tokens = config.number("sliding_window"), config.number("dspark_block_size", default=0)
     return ModelKv(
-        layout=BlockLayout.packed(sizes, padding_bytes=padding_bytes),
-        layout_name=_named(f"kv-sources-{_INDEX_FORMAT.name}-index", padding_bytes),
+        layout=layout,
+        layout_name=_named(f"kv-sources-{_INDEX_FORMAT.name}-index", layout.padding_bytes),
         kv_dtype=kv_dtype,
         window_layers=tuple(range(max(entries))),
         window_tokens=window_tokens,
@@ -196,14 +194,29 @@ def _entries_per_block(config: ModelConfig) -> dict[int, int]:
     return {layer: BLOCK_TOKENS // ratios[layer] for layer in sources}
 
 
-def _padding(engine: str, pages_bytes: Iterable[int]) -> int:
-    if engine == VLLM:
-        return sum(-size % _VLLM_PAGE_BYTES for size in pages_bytes)
-    if engine == DEEPINFER:
-        return -sum(pages_bytes) % _DEEPINFER_BLOCK_BYTES
-    raise ModelConfigError(
-        "engine", f"is {engine!r}, whose padding is not known; give padding_bytes, or {VLLM} or {DEEPINFER}"
-    )
+def _padded_layout(pages: Mapping[int, Sequence[int]], engine: str, padding_bytes: int | None) -> BlockLayout:
+    """Each layer's pages, given by their bytes, in order, padded as the engine does; or packed, with so much padding behind."""
+    if padding_bytes is None and engine == VLLM:
+        return _page_by_page(pages)
+    sizes = [(layer, sum(layer_pages)) for layer, layer_pages in pages.items()]
+    if padding_bytes is None:
+        if engine != DEEPINFER:
+            raise ModelConfigError(
+                "engine", f"is {engine!r}, whose padding is not known; give padding_bytes, or {VLLM} or {DEEPINFER}"
+            )
+        padding_bytes = -sum(size for _, size in sizes) % _DEEPINFER_BLOCK_BYTES
+    return BlockLayout.packed(sizes, padding_bytes=padding_bytes)
+
+
+def _page_by_page(pages: Mapping[int, Sequence[int]]) -> BlockLayout:
+    parts, offset = [], 0
+    for layer, layer_pages in pages.items():
+        start = offset
+        for page_bytes in layer_pages:
+            end = offset + page_bytes
+            offset = end + -end % _VLLM_PAGE_BYTES
+        parts.append(BlockPart((layer,), start, end - start))
+    return BlockLayout(tuple(parts), offset)
 
 
 def _ordinary(config: ModelConfig, kv_dtype: str | None, padding_bytes: int) -> ModelKv:

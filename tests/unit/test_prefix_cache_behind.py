@@ -14,6 +14,7 @@ import pytest
 from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
 from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.hook import LoadedPrefix, Ownership, RequestContext
+from kvstore_engine.loading import Load
 from kvstore_engine.prefix_cache import LOAD_THREADS, PrefixCache
 from kvstore_engine.saving import SaveJob, SaveQueue
 from serving import running_server
@@ -37,6 +38,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @contextmanager
 def cache_on(server: RunningServer, name: str, budget_s: float = PATIENCE_S, **options: Any) -> Iterator[PrefixCache]:
     """A cache in a namespace of the test's own, known to the server."""
+    with connected(server, name, budget_s, **options) as (cache, _):
+        yield cache
+
+
+@contextmanager
+def connected(
+    server: RunningServer, name: str, budget_s: float, **options: Any
+) -> Iterator[tuple[PrefixCache, KVStoreClient]]:
     spec = NamespaceSpec(model=name, revision="r", engine="e", layout="l", kv_dtype="uint8", block_bytes=BLOCK_BYTES)
     with KVStoreClient(ClientConfig(target=server.target, base_budget_s=budget_s)) as client:
         cache = PrefixCache(
@@ -48,7 +57,7 @@ def cache_on(server: RunningServer, name: str, budget_s: float = PATIENCE_S, **o
         )
         assert cache.check(budget_s=PATIENCE_S) is None
         try:
-            yield cache
+            yield cache, client
         finally:
             cache.close()
 
@@ -182,13 +191,15 @@ def test_cancelled_load_leaves_the_memory_alone(server: RunningServer, request: 
 
 def test_hit_is_computed_where_that_is_faster(server: RunningServer, request: pytest.FixtureRequest):
     rule = MeasuredBenefit()
-    with cache_on(server, request.node.name, benefit=rule) as cache:
+    with connected(server, request.node.name, PATIENCE_S, benefit=rule) as (cache, client):
         tokens = tokens_of(3)
         assert cache.save_blocks(tokens, 0, memory(3), CONTEXT).wait(PATIENCE_S)
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait().hit_blocks == 3
         assert rule.load_s(BLOCK_BYTES) is not None  # measured by that load
         cache.note_prefill(10**9, 1e-3)
+        matches = client.stats().calls["match"]
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait() == LoadedPrefix()
+        assert client.stats().calls["match"] == matches  # not even looked up
         assert cache.stats().misses == {"NOT_WORTH_IT": 1}
         for _ in range(60):
             cache.note_prefill(1, 100.0)
@@ -243,6 +254,56 @@ def test_forked_process_loads_and_saves_with_threads_of_its_own(server: RunningS
 
 def job(size_bytes: int) -> SaveJob:
     return SaveJob((), 0, [bytes(size_bytes)], size_bytes, CONTEXT)
+
+
+def new_load(start_budget_s: float) -> Load:
+    return Load([], part_of_layer=lambda _: 0, start_budget_s=start_budget_s, on_wait=lambda _: None)
+
+
+def test_load_that_no_thread_begins_in_time_is_a_miss_and_stays_one():
+    load = new_load(0.01)
+    assert load.wait() == LoadedPrefix()
+    assert not load.begin()
+    assert load.end_reason == "LOADER_BUSY"
+
+
+def test_cancel_returns_only_when_nothing_writes_any_more():
+    load, order = new_load(PATIENCE_S), []
+    assert load.begin()
+
+    def fetch() -> None:
+        while not load.given_up:
+            threading.Event().wait(0.001)
+        threading.Event().wait(0.05)
+        order.append("last write")
+        load.settle(LoadedPrefix())
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    load.cancel()
+    order.append("cancelled")
+    thread.join()
+    assert order == ["last write", "cancelled"]
+
+
+def test_part_that_came_before_the_load_fell_short_is_not_vouched_for():
+    load = new_load(PATIENCE_S)
+    assert load.begin()
+    load.promise(LoadedPrefix(3, 384))
+    load.part_there()
+    assert load.wait_layer(0)
+    load.settle(LoadedPrefix(1, 128))
+    assert not load.wait_layer(0)
+    assert (load.expect(), load.wait()) == (LoadedPrefix(3, 384), LoadedPrefix(1, 128))
+
+
+def test_queue_that_was_stopped_meanwhile_gives_a_job_back():
+    dropped: list[SaveJob] = []
+    queue = SaveQueue(100, lambda _: None, dropped.append)
+    late = job(queue.reserve(10, 10))
+    queue.stop(0)
+    queue.offer(late)
+    assert (dropped, late.pending.done, queue.pending_bytes) == ([late], True, 0)
 
 
 def test_queue_never_holds_more_than_it_may():
