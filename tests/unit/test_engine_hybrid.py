@@ -128,12 +128,13 @@ def assert_equal_answer(warm: Generation, cold: Generation) -> None:
     torch.testing.assert_close(warm.first_logits, cold.first_logits, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("layers", [ALTERNATE, SECOND_HALF])
 @pytest.mark.parametrize("mode", [BOUNDED, EXACT, SNAPSHOT])
-@pytest.mark.parametrize("window", [100, 128, 200])
+@pytest.mark.parametrize(
+    ("window", "layers"), [(128, ALTERNATE), (128, SECOND_HALF), (100, ALTERNATE), (200, SECOND_HALF)]
+)
 def test_hit_at_every_edge_of_blocks_and_windows(namespace, mode: ReplayMode, layers: tuple[int, ...], window: int):
     handle, span = namespace(mode, layers, window), span_of(mode, window)
-    for length in (127, 128, 129, 255, 256, 257, 383, 384, 385, 639, 640, 641):
+    for length in (127, 129, 255, 256, 257, 384, 639, 640, 641):
         prompt, salt = PROMPT[:length], str(length).encode()
         cold = Node(handle, layers, window=window).generate(prompt, salt=salt)
         node = Node(handle, layers, window=window)
@@ -161,9 +162,8 @@ def test_bounded_replay_is_not_a_cold_run(namespace):
     assert not torch.allclose(warm.first_logits, cold.first_logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("layers", [ALTERNATE, SECOND_HALF])
-@pytest.mark.parametrize(("mode", "window"), [(EXACT, 128), (EXACT, 100), (SNAPSHOT, 128), (SNAPSHOT, 100)])
-@pytest.mark.parametrize("chunk", [32, 100, 256])
+@pytest.mark.parametrize("mode", [EXACT, SNAPSHOT])
+@pytest.mark.parametrize(("layers", "window", "chunk"), [(ALTERNATE, 128, 100), (SECOND_HALF, 100, 256)])
 def test_decode_behind_a_hit_sees_a_full_window(
     namespace, mode: ReplayMode, window: int, layers: tuple[int, ...], chunk: int
 ):
@@ -199,8 +199,8 @@ def test_replay_leaves_cached_blocks_as_they_are_and_stores_only_what_is_new(nam
     assert kept == stored
 
 
-@pytest.mark.parametrize("mode", [BOUNDED, EXACT, SNAPSHOT])
-@pytest.mark.parametrize("output", [1, 2, 100])
+@pytest.mark.parametrize("mode", [BOUNDED, SNAPSHOT])
+@pytest.mark.parametrize("output", [1, 100])
 @pytest.mark.parametrize(("total", "complete_blocks"), [(127, 0), (128, 0), (129, 1), (255, 1), (256, 1), (257, 2)])
 def test_only_blocks_and_states_whose_every_token_was_computed_are_stored(
     namespace, mode: ReplayMode, output: int, total: int, complete_blocks: int
@@ -216,9 +216,8 @@ def test_only_blocks_and_states_whose_every_token_was_computed_are_stored(
     assert kept == [n + 1 in ends for n in range(3)]
 
 
-@pytest.mark.parametrize("arrived", [0, 1, 2, 3, 6])
-@pytest.mark.parametrize("mode", [EXACT, SNAPSHOT])
-@pytest.mark.parametrize("layers", [ALTERNATE, SECOND_HALF])
+@pytest.mark.parametrize("arrived", [0, 2, 3, 6])
+@pytest.mark.parametrize(("mode", "layers"), [(EXACT, ALTERNATE), (EXACT, SECOND_HALF), (SNAPSHOT, ALTERNATE)])
 def test_hit_that_breaks_off_is_planned_anew(namespace, mode: ReplayMode, layers: tuple[int, ...], arrived: int):
     handle = namespace(mode, layers)
     cold = Node(handle, layers).generate(PROMPT[:900])
@@ -245,7 +244,7 @@ def lose_states(handle: NamespaceHandle) -> Spoiled:
 
 
 @pytest.mark.parametrize(("stored", "spoil"), [(False, spoil_nothing), (True, lose_states)])
-@pytest.mark.parametrize("length", [256, 300, 640, 700])
+@pytest.mark.parametrize("length", [300, 640])
 def test_missing_snapshot_costs_an_exact_replay_or_the_hit_and_is_stored_again(
     namespace, length: int, stored: bool, spoil: Callable[[NamespaceHandle], Any]
 ):

@@ -221,8 +221,8 @@ def test_blocks_hold_the_full_layers_only():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window_tokens", [1, 100, 128, 300])
-@pytest.mark.parametrize("end_token", [0, 1, 99, 128, 129, 256, 300])
+@pytest.mark.parametrize("window_tokens", [1, 100, 300])
+@pytest.mark.parametrize("end_token", [0, 1, 128, 129, 256, 300])
 def test_snapshot_moves_the_last_window_and_nothing_else(end_token: int, window_tokens: int, dtype: torch.dtype):
     source, target = random_pool(window_tokens, dtype), random_pool(window_tokens, dtype)
     target.window_kv.fill_(NAN)
