@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvstore_api.limits import MAX_MESSAGE_BYTES
+from kvstore_api.limits import HASH_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.v1 import block_store_pb2
+from kvstore_client.breaker import Breaker, is_no_answer
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
-from kvstore_client.stats import Health, StatsBook
+from kvstore_client.stats import StatsBook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kvstore_client.budget import Budget
     from kvstore_client.config import ClientConfig
+    from kvstore_client.results import Failure
 
 # Pings go out only while a call is active and nothing has been heard for this long. A server with default settings takes a
 # ping every 5 minutes and closes the connection after the third that comes sooner; no call of ours is silent that long.
@@ -48,7 +50,7 @@ class Connection:
 
     def __init__(self, config: ClientConfig) -> None:
         self.stats = StatsBook()
-        self.health = Health(config.target)
+        self.breaker = Breaker(config.target, config.breaker_failures, config.breaker_probe_s, self.probe)
         self.registered: set[bytes] = set()  # namespace digests; add and discard are atomic
         self.registering: dict[bytes, Any] = {}  # digest -> grpc.Future; guarded by `lock`
         self.lock = threading.Lock()
@@ -70,6 +72,24 @@ class Connection:
                 self._methods = _methods(self._channel)
             return self._methods
 
+    def probe(self, timeout_s: float) -> Failure | None:
+        """Ask the service for one block that nobody has, without leaving a trace in its counts of hits.
+
+        Returns: None when it answers, be it that it does not know the namespace.
+        Raises: ClientClosedError.
+        """
+        namespace = next(iter(tuple(self.registered)), bytes(HASH_BYTES))  # a tuple: other threads change the set
+        request = block_store_pb2.MatchPrefixRequest(namespace=namespace, chain=bytes(HASH_BYTES), peek=True)
+        try:
+            # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
+            self.methods().match(request.SerializeToString(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            failure = failure_from_rpc(error)
+            return failure if is_no_answer(failure.reason) else None
+        except ValueError as error:
+            raise ClientClosedError(str(error)) from None
+        return None
+
     def close(self) -> None:
         """Close the channel; calls under way end as CANCELLED. Idempotent."""
         with self.lock:
@@ -77,6 +97,7 @@ class Connection:
             channel, self._channel, self._methods = self._channel, None, None
         if channel is not None:
             channel.close()
+        self.breaker.close()
 
 
 class Connections:

@@ -13,6 +13,7 @@ from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_STATE_BYTES
 from kvstore_api.v1 import block_store_pb2, types_pb2
 from kvstore_client import answers, requests
+from kvstore_client.breaker import LANE_OF, Lane
 from kvstore_client.budget import Budget, check_budget_s
 from kvstore_client.buffers import blocks_to_read, blocks_to_write, byte_view
 from kvstore_client.channel import Connections, read_stream, unary_call, write_stream
@@ -83,6 +84,10 @@ class KVStoreClient:
         spec.validate()
         return NamespaceHandle(self._connections, self.config, spec)
 
+    def cut_off(self, lane: Lane) -> Failure | None:
+        """Why calls of this kind would be refused now, without asking the store: BREAKER_OPEN. See `NamespaceHandle.cut_off`."""
+        return self._connections.current().breaker.cut_off(lane)
+
     def stats(self) -> ClientStats:
         """Counts of this process so far. Raises: ClientClosedError."""
         return self._connections.current().stats.snapshot()
@@ -144,6 +149,16 @@ class NamespaceHandle:
         connection, budget = self._connections.current(), self._budget(budget_s, 0)
         outcome = self._call(connection, "register", budget, lambda _methods, _budget: None)
         return outcome if isinstance(outcome, Failure) else None
+
+    def cut_off(self, lane: Lane) -> Failure | None:
+        """Why calls of this kind would be refused now, without asking the store: BREAKER_OPEN. None when they would be sent.
+
+        Takes microseconds: an engine can spare itself the hashing, and a match when gets are cut off.
+
+        Args:
+            lane: "lookup" (register, match, delete), "read" (get, get_state) or "write" (put, put_state).
+        """
+        return self._connections.current().breaker.cut_off(lane)
 
     def match(
         self,
@@ -207,7 +222,7 @@ class NamespaceHandle:
             incoming.restart()
             read_stream(methods.get_blocks, request, budget, incoming.take)
 
-        failure = self._call(connection, "get", budget, attempt)
+        failure = self._call(connection, "get", budget, attempt, lambda: incoming.useful)
         if incoming.complete:
             failure = None  # all that was wanted came; a deadline while waiting for the stream's end takes nothing away
         statuses = incoming.statuses(failure)
@@ -325,21 +340,28 @@ class NamespaceHandle:
     def _budget(self, budget_s: float | None, size_bytes: int) -> Budget:
         if budget_s is None:
             return Budget(self._config.budget_s(size_bytes))
-        return Budget(check_budget_s(budget_s), callers_own=True)
+        own_s = check_budget_s(budget_s)
+        return Budget(own_s, enough=own_s >= self._config.budget_s(size_bytes) / 2)
 
     def _call(
-        self, connection: Connection, name: str, budget: Budget, attempt: Callable[[Methods, Budget], T]
+        self,
+        connection: Connection,
+        name: str,
+        budget: Budget,
+        attempt: Callable[[Methods, Budget], T],
+        brought_something: Callable[[], bool] = lambda: False,
     ) -> T | Failure:
         """Make one call of the API: registered before, retried once if the server has forgotten the namespace."""
         outcome: T | Failure
+        lane = LANE_OF[name]
         try:
-            outcome = self._attempt_registered(connection, budget, attempt)
+            outcome = connection.breaker.admit(lane) or self._attempt_registered(connection, budget, attempt)
         except CallFailedError as error:
             outcome = error.failure
         failure = outcome if isinstance(outcome, Failure) else None
         connection.stats.call(name, failure)
-        if budget.drawn_on or not budget.callers_own:  # else nothing was sent, which says nothing about the store
-            connection.health.note(failure)
+        conclusive = budget.is_conclusive(failure)
+        connection.breaker.note(lane, failure, brought_something=brought_something(), conclusive=conclusive)
         if failure is not None:
             raise_if_config_error(failure)
         return outcome

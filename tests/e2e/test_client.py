@@ -1,15 +1,11 @@
-"""The client against the real server: what is put is what is got, in every process, through crashes and stalls."""
+"""The client against the real server: what is put is what is got, in every process. Sick servers: test_sick_server.py."""
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +13,7 @@ import pytest
 import torch
 
 from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, ParallelDimension
-from serving import running_server, start_server
+from serving import running_server
 
 SPEC = NamespaceSpec(model="m", revision="r", engine="e", layout="l", kv_dtype="bfloat16", block_bytes=114_688)
 PATIENT_S = 60  # for what must succeed on a busy machine; the budgets themselves are tested against stalled servers
@@ -264,91 +260,3 @@ def test_client_works_in_other_processes_and_none_hangs_at_exit(server, tmp_path
         timeout=200,
     )
     assert (run.stdout, run.returncode) == ("ended\n", 0), run.stderr
-
-
-def test_stopped_server_costs_the_budget_and_one_line_and_serves_again_when_continued(tmp_path, caplog):
-    with (
-        running_server(tmp_path / "data") as server,
-        KVStoreClient(ClientConfig(target=server.target)) as client,
-    ):
-        namespace = client.namespace(SPEC)
-        blocks = 256
-        chain, data = namespace.chain(new_tokens(blocks)), random.randbytes(blocks * SPEC.block_bytes)
-        assert namespace.put(chain, data, budget_s=PATIENT_S).stored == blocks
-        out = bytearray(len(data))
-        os.kill(server.pid, signal.SIGSTOP)
-        try:
-            results = [namespace.get(chain, out) for _ in range(3)]
-            assert [result.failure.reason for result in results] == ["DEADLINE"] * 3
-            assert namespace.put(chain, data).failure.reason == "DEADLINE"
-        finally:
-            os.kill(server.pid, signal.SIGCONT)
-        result = namespace.get(chain, out, budget_s=PATIENT_S)
-        assert (result.leading_blocks, result.failure) == (blocks, None)
-        assert out == data
-    assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
-
-
-def test_server_killed_under_load_is_found_again_by_itself_and_never_answers_wrong(tmp_path):
-    """Readers go on through two kills; whatever they get is right, and the hits come back without their doing."""
-    data_dir, wrong, hits = tmp_path / "data", [], [0] * 4
-    server = start_server(data_dir, tmp_path)
-    listen = server.target
-    blocks, stop = 16, threading.Event()
-    try:
-        with KVStoreClient(ClientConfig(target=listen, base_budget_s=5)) as client:
-            namespace = client.namespace(SPEC)
-            chain, data = namespace.chain(new_tokens(blocks)), random.randbytes(blocks * SPEC.block_bytes)
-            assert namespace.put(chain, data, budget_s=PATIENT_S).stored == blocks
-
-            def work(number: int) -> None:
-                out = bytearray(len(data))
-                while not stop.is_set():
-                    result = namespace.get(chain, out, lease=namespace.match(chain).lease)
-                    right = [
-                        out[i * SPEC.block_bytes : (i + 1) * SPEC.block_bytes]
-                        == data[i * SPEC.block_bytes : (i + 1) * SPEC.block_bytes]
-                        for i in range(blocks)
-                    ]
-                    wrong.extend(
-                        (number, i) for i, status in enumerate(result.statuses) if status == "OK" and not right[i]
-                    )
-                    hits[number] += result.leading_blocks == blocks
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(len(hits))]
-            for thread in threads:
-                thread.start()
-            try:
-                for _ in range(2):
-                    server.kill()
-                    server = start_server(data_dir, tmp_path, listen=listen)
-                    before = list(hits)
-                    while any(now <= then for now, then in zip(hits, before, strict=True)):
-                        time.sleep(0.01)
-            finally:
-                stop.set()
-                for thread in threads:
-                    thread.join()
-        assert wrong == []
-    finally:
-        server.kill()
-
-
-def test_server_that_lost_its_data_gets_to_know_the_namespace_again(tmp_path):
-    data_dir = tmp_path / "data"
-    server = start_server(data_dir, tmp_path)
-    try:
-        with KVStoreClient(ClientConfig(target=server.target, base_budget_s=PATIENT_S)) as client:
-            namespace = client.namespace(SPEC)
-            chain, data = namespace.chain(new_tokens(2)), random.randbytes(2 * SPEC.block_bytes)
-            assert namespace.put(chain, data).stored == 2
-            server.kill()
-            shutil.rmtree(data_dir)
-            server = start_server(data_dir, tmp_path, listen=server.target)
-            while (match := namespace.match(chain)).failure is not None:
-                time.sleep(0.01)  # until the connection is made anew
-            assert match.hit_length_blocks == 0
-            assert namespace.put(chain, data).stored == 2
-            assert namespace.match(chain).hit_length_blocks == 2
-    finally:
-        server.kill()

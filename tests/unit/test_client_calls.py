@@ -95,7 +95,7 @@ def state(data: bytes, /, **fields) -> pb.GetStateResponse:
 
 def test_every_call_of_the_namespace_is_tried():
     public = {name for name, value in vars(type(KVStoreClient().namespace(SPEC))).items() if callable(value)}
-    assert {name for name in public if not name.startswith("_")} - {"chain", "register"} == set(CALLS)
+    assert {name for name in public if not name.startswith("_")} - {"chain", "register", "cut_off"} == set(CALLS)
 
 
 @every_call
@@ -483,6 +483,10 @@ def test_token_ids_that_are_no_list_are_refused_by_name(namespace, token_ids):
         ({"register_timeout_s": 0}, "register_timeout_s"),
         ({"connect_timeout_s": 0.01}, "connect_timeout_s"),
         ({"reconnect_backoff_max_s": 1000}, "reconnect_backoff_max_s"),
+        ({"breaker_probe_s": 0}, "breaker_probe_s"),
+        ({"breaker_failures": -1}, "breaker_failures"),
+        ({"breaker_failures": 1.5}, "breaker_failures"),
+        ({"breaker_failures": True}, "breaker_failures"),
     ],
 )
 def test_impossible_setting_is_refused_by_its_name(settings, field):
@@ -662,20 +666,20 @@ def test_calls_that_end_early_leave_no_threads_and_files_behind(peer, namespace)
 
 def test_outage_is_one_line_and_its_end_another(caplog):
     caplog.set_level(logging.INFO, "kvstore_client")
-    with wire_server() as peer, client_of(peer.target) as client:
+    with wire_server() as peer, client_of(peer.target, base_budget_s=0.05) as client:
         succeed(peer)
         namespace = client.namespace(SPEC)
-        assert namespace.match(CHAIN).failure is None
+        assert namespace.match(CHAIN, budget_s=30).failure is None
         target = peer.target
         peer.answers["MatchPrefix"] = peer.stall
-        assert [namespace.match(CHAIN, budget_s=0.05).failure.reason for _ in range(3)] == ["DEADLINE"] * 3
+        assert [namespace.match(CHAIN).failure.reason for _ in range(2)] == ["DEADLINE"] * 2
         peer.answers["MatchPrefix"] = lambda _, context: refuse(context, grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
-        assert namespace.match(CHAIN).failure.reason == "OVERLOADED"
+        assert namespace.match(CHAIN, budget_s=30).failure.reason == "OVERLOADED"
     lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "kvstore_client"]
     assert len(lines) == 2
     assert lines[0][0] == "WARNING"
     assert f"store {target} does not answer: DEADLINE" in lines[0][1]
-    assert lines[1] == ("INFO", f"store {target} answers again, after 3 failed calls")
+    assert lines[1] == ("INFO", f"store {target} answers again, after 2 failed calls")
 
 
 @every_call
@@ -691,13 +695,16 @@ def test_callers_own_used_up_budget_is_no_outage(peer, namespace, caplog, call, 
     assert [record.getMessage() for record in caplog.records if record.name == "kvstore_client"] == []
 
 
-def test_used_up_budget_and_a_call_that_sends_nothing_do_not_end_an_outage(peer, namespace, caplog):
+def test_used_up_budget_and_a_call_that_sends_nothing_do_not_end_an_outage(peer, caplog):
     caplog.set_level(logging.INFO, "kvstore_client")
-    assert namespace.register() is None
-    peer.answers["MatchPrefix"] = peer.stall
-    assert namespace.match(CHAIN, budget_s=0.05).failure.reason == "DEADLINE"
-    assert namespace.match(CHAIN, budget_s=0).failure.reason == "DEADLINE"
-    assert namespace.register(budget_s=1) is None
+    with client_of(peer.target, base_budget_s=0.05) as client:
+        namespace = client.namespace(SPEC)
+        assert namespace.register(budget_s=30) is None
+        peer.answers["MatchPrefix"] = peer.stall
+        assert namespace.match(CHAIN).failure.reason == "DEADLINE"
+        assert namespace.match(CHAIN, budget_s=0).failure.reason == "DEADLINE"
+        assert namespace.register() is None
+        assert namespace.register(budget_s=1) is None
     assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
 
 
