@@ -8,6 +8,8 @@
     match = namespace.match(chain)
     result = namespace.get(chain, out, block_count=match.hit_length_blocks, lease=match.lease)
 
+AsyncKVStoreClient is the same for asyncio: its calls are awaited.
+
 Importing it starts nothing: no channel, no thread, no event loop.
 """
 
@@ -23,6 +25,7 @@ from kvstore_api.namespace import (
 )
 from kvstore_api.results import PutResult, PutStatus
 from kvstore_api.resume import ResumePlan
+from kvstore_client.aio import AsyncKVStoreClient, AsyncNamespaceHandle
 from kvstore_client.client import KVStoreClient, NamespaceHandle
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import ClientClosedError, KVStoreConfigError
@@ -35,6 +38,8 @@ from kvstore_client.results import DeleteResult, Failure, GetResult, MatchResult
 from kvstore_client.stats import ClientStats
 
 __all__ = [
+    "AsyncKVStoreClient",
+    "AsyncNamespaceHandle",
     "BlockLayout",
     "BlockLayoutError",
     "BlockPart",
