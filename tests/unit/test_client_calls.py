@@ -94,7 +94,9 @@ def state(data: bytes, /, **fields) -> pb.GetStateResponse:
 
 def test_every_call_of_the_namespace_is_tried():
     public = {name for name, value in vars(type(KVStoreClient().namespace(SPEC))).items() if callable(value)}
-    assert {name for name in public if not name.startswith("_")} - {"chain", "register", "cut_off", "budget_s"} == set(CALLS)
+    assert {name for name in public if not name.startswith("_")} - {"chain", "register", "cut_off", "budget_s"} == set(
+        CALLS
+    )
 
 
 @every_call
