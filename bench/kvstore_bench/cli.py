@@ -172,6 +172,7 @@ def ttft(
         str, typer.Option(metavar="N,N,…", help="Prompt lengths in tokens, 129 to 8,000 each.")
     ] = "129,257,513,1025,2049,4097",
     rounds: Annotated[int, typer.Option(metavar="N", help="Prompts of each length.")] = 3,
+    parts: Annotated[int, typer.Option(metavar="N", help="Ranges of layers for loading in parts, 1 to 30.")] = 5,
     seed: Annotated[int, typer.Option(metavar="N", help="Of all tokens, 0 or more.")] = 1,
     data_dir: Annotated[
         Path | None,
@@ -192,10 +193,11 @@ def ttft(
     from kvstore_bench.ttft import MAX_PROMPT_TOKENS, TtftConfig, run, step_count
     from kvstore_bench.ttft_report import make_ttft_report, print_ttft_report
 
-    config = TtftConfig(lengths=_parse_numbers("--lengths", lengths), rounds=rounds, seed=seed)
+    config = TtftConfig(lengths=_parse_numbers("--lengths", lengths), rounds=rounds, parts=parts, seed=seed)
     for value in config.lengths:
         _check_range("--lengths", value, BLOCK_TOKENS + 1, MAX_PROMPT_TOKENS)
     _check_range("--rounds", rounds, 1, None)
+    _check_range("--parts", parts, 1, 30)
     _check_range("--seed", seed, 0, None)
     parent = data_dir or Path(tempfile.gettempdir())
     _check_room(parent, config.disk_bytes, "give fewer --lengths or --rounds, or another --data-dir")

@@ -1,7 +1,8 @@
 """Time to first token of a real model: computed, and gone on from what a store brings; and from which length on that pays.
 
 The model runs in this process, the server in its own. Each length has prompts of its own: the first engine computes them and saves
-their KV, a second one, whose memory knows nothing of them, loads it. Where the two meet is what the engine's own rule says that it
+their KV, others, whose memory knows nothing of them, load it: as a whole, and in ranges of layers, where the engine computes the
+first ones while the others are on their way. Where the two meet is what the engine's own rule says that it
 has measured: a look-up and n tokens' KV at the measured bandwidth take as long as computing n tokens.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvstore_bench.processes import running_store
 from kvstore_bench.workload import VerificationError
 from kvstore_client import ClientConfig, KVStoreClient
-from kvstore_engine.benefit import MeasuredBenefit
+from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.smollm2 import MODEL_NAME, load_smollm2
@@ -41,6 +42,7 @@ class TtftConfig:
 
     lengths: Sequence[int]
     rounds: int
+    parts: int  # ranges of layers
     seed: int
 
     @property
@@ -59,6 +61,8 @@ class LengthFigures:
     ttft_cold_s: float
     ttft_hit_s: float
     load_s: float  # of ttft_hit_s: waiting for the store
+    ttft_parts_s: float  # as ttft_hit_s, loaded in ranges of layers
+    load_parts_s: float  # of ttft_parts_s
     ratio: float  # median of cold ÷ hit
 
     @property
@@ -85,7 +89,7 @@ class TtftMeasurements:
 
 def step_count(config: TtftConfig) -> int:
     """Steps that `run` announces."""
-    return 1 + 2 * len(config.lengths) * config.rounds
+    return 1 + 3 * len(config.lengths) * config.rounds
 
 
 def run(config: TtftConfig, scratch: Path, advance: Callable[[str], None]) -> TtftMeasurements:
@@ -102,10 +106,12 @@ def run(config: TtftConfig, scratch: Path, advance: Callable[[str], None]) -> Tt
     ):
         rule = _Observer()
         cache = loaded.connect(client, benefit=rule)
+        in_parts = loaded.connect(client, benefit=MinimumHit(1), load_parts=config.parts)
         _warm_up(loaded, cache)
         rule.forget()
-        figures = [_measure(length, config, loaded, cache, advance) for length in config.lengths]
-        cache.close()
+        figures = [_measure(length, config, loaded, (cache, in_parts), advance) for length in config.lengths]
+        for each in (cache, in_parts):
+            each.close()
     return _summary(loaded, figures, rule)
 
 
@@ -123,26 +129,36 @@ class _Observer(MeasuredBenefit):
 
 
 def _measure(
-    length: int, config: TtftConfig, loaded: SmolLM2, cache: PrefixCache, advance: Callable[[str], None]
+    length: int,
+    config: TtftConfig,
+    loaded: SmolLM2,
+    caches: tuple[PrefixCache, PrefixCache],
+    advance: Callable[[str], None],
 ) -> LengthFigures:
-    cold, hit = [], []
+    whole, in_parts = caches
+    cold: list[Generation] = []
+    hit: list[Generation] = []
+    parts: list[Generation] = []
     for round_number in range(config.rounds):
         source = random.Random(f"{config.seed} {length} {round_number}")
         prompt = [source.randrange(loaded.model.config.vocab_size) for _ in range(length)]
         advance(f"{length:,} tokens, computed")
-        cold.append(loaded.engine(cache).generate(prompt, _ONE_TOKEN))
-        if not cache.flush(_FLUSH_S):
+        cold.append(loaded.engine(whole).generate(prompt, _ONE_TOKEN))
+        if not whole.flush(_FLUSH_S):
             raise VerificationError(f"{length} tokens: the server did not take their KV within {_FLUSH_S:.0f} s")
-        advance(f"{length:,} tokens, loaded")
-        loaded.pool.kv.fill_(float("nan"))
-        hit.append(loaded.engine(cache).generate(prompt, _ONE_TOKEN))
-        _verify(length, cold[-1], hit[-1])
+        for cache, figures, words in ((whole, hit, "loaded"), (in_parts, parts, "loaded in parts")):
+            advance(f"{length:,} tokens, {words}")
+            loaded.pool.kv.fill_(float("nan"))
+            figures.append(loaded.engine(cache).generate(prompt, _ONE_TOKEN))
+            _verify(length, cold[-1], figures[-1])
     return LengthFigures(
         prompt_tokens=length,
         hit_tokens=hit[0].hit_tokens,
         ttft_cold_s=median(generation.ttft_s for generation in cold),
         ttft_hit_s=median(generation.ttft_s for generation in hit),
         load_s=median(generation.load_s for generation in hit),
+        ttft_parts_s=median(generation.ttft_s for generation in parts),
+        load_parts_s=median(generation.load_s for generation in parts),
         ratio=median(one.ttft_s / other.ttft_s for one, other in zip(cold, hit, strict=True)),
     )
 

@@ -55,7 +55,16 @@ def print_ttft_report(report: TtftReport) -> None:
 
 def _lengths_table(measured: TtftMeasurements) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in ("prompt tokens", "hit tokens", "computed, s", "loaded, s", "of it loading, s", "computed ÷ loaded"):
+    titles = (
+        "prompt tokens",
+        "hit tokens",
+        "computed, s",
+        "loaded, s",
+        "of it waiting",
+        "in parts, s",
+        "of it waiting",
+    )
+    for title in (*titles, "computed ÷ loaded"):
         table.add_column(title, justify="right")
     for line in measured.lengths:
         table.add_row(
@@ -64,6 +73,8 @@ def _lengths_table(measured: TtftMeasurements) -> Table:
             f"{line.ttft_cold_s:.3f}",
             f"{line.ttft_hit_s:.3f}",
             f"{line.load_s:.3f}",
+            f"{line.ttft_parts_s:.3f}",
+            f"{line.load_parts_s:.3f}",
             f"{line.ratio:.1f}",
         )
     return table

@@ -1,7 +1,7 @@
 """Worth it or not: is loading a prefix faster than computing it?
 
-A load of n bytes is expected to take  a + b * n  seconds (a: a look-up, b: of the loads so far), computing t tokens  c * t
-seconds. All three are exponentially weighted means of what was measured, the newest counting a quarter.
+A load of n bytes is expected to take  a + b * n  seconds, computing t tokens  c * t  seconds. a is a mean of the look-ups so far,
+the newest counting a quarter. b and c are seconds so far ÷ bytes or tokens so far, where what is old fades.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NEWEST_WEIGHT: Final = 0.25
+# So many bytes, or tokens, make a quarter of what was measured before them fade.
+_FADE_BYTES: Final = 16 << 20
+_FADE_TOKENS: Final = 128
+# A pass over the few tokens behind a hit costs what one over dozens does: it says nothing about what computing the hit would cost.
+_LEAST_TOKENS: Final = 32
+# But a load fades at least a fortieth of it, or a store of small blocks would be judged by what it was long ago.
+_FADE_LEAST_BYTES: Final = _FADE_BYTES // 10
 # A store found too slow is measured again this often, so that one that has become fast is noticed.
 RECONSIDER_S: Final = 10.0
 
@@ -70,8 +77,8 @@ class MeasuredBenefit:
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
         self._look_up_s: float | None = None
-        self._s_per_byte: float | None = None
-        self._s_per_token: float | None = None
+        self._loads = _Rate(_FADE_BYTES, _FADE_LEAST_BYTES)
+        self._prefills = _Rate(_FADE_TOKENS)
         self._last_load_at = 0.0
 
     def is_worth(self, saved_tokens: int, size_bytes: int) -> bool:
@@ -85,35 +92,55 @@ class MeasuredBenefit:
     def load_s(self, size_bytes: int) -> float | None:
         """How long looking up and loading so much is expected to take; None before anything was measured."""
         with self._lock:
-            if self._look_up_s is None or self._s_per_byte is None:
+            s_per_byte = self._loads.seconds_per_unit
+            if self._look_up_s is None or s_per_byte is None:
                 return None
-            return self._look_up_s + self._s_per_byte * size_bytes
+            return self._look_up_s + s_per_byte * size_bytes
 
     def prefill_s(self, tokens: int) -> float | None:
         """How long computing them is expected to take; None before anything was measured."""
         with self._lock:
-            return None if self._s_per_token is None else self._s_per_token * tokens
+            s_per_token = self._prefills.seconds_per_unit
+            return None if s_per_token is None else s_per_token * tokens
 
     def note_look_up(self, took_s: float) -> None:
         """A look-up was answered."""
         with self._lock:
-            self._look_up_s = _mean(self._look_up_s, took_s)
+            old = took_s if self._look_up_s is None else self._look_up_s
+            self._look_up_s = old + _NEWEST_WEIGHT * (took_s - old)
 
     def note_load(self, size_bytes: int, took_s: float) -> None:
         """Blocks were brought; the look-up not counted."""
         if size_bytes < 1:
             return
         with self._lock:
-            self._s_per_byte = _mean(self._s_per_byte, took_s / size_bytes)
+            self._loads.note(size_bytes, took_s)
             self._last_load_at = self._clock()
 
     def note_prefill(self, tokens: int, took_s: float) -> None:
         """Tokens of a prompt were computed."""
-        if tokens < 1:
+        if tokens < _LEAST_TOKENS:
             return
         with self._lock:
-            self._s_per_token = _mean(self._s_per_token, took_s / tokens)
+            self._prefills.note(tokens, took_s)
 
 
-def _mean(old: float | None, new: float) -> float:
-    return new if old is None else old + _NEWEST_WEIGHT * (new - old)
+class _Rate:
+    """Seconds per unit, of late."""
+
+    def __init__(self, fade_units: float, fade_least_units: float = 0.0) -> None:
+        self._fade_units = fade_units
+        self._fade_least_units = fade_least_units
+        self._units = 0.0
+        self._seconds = 0.0
+
+    @property
+    def seconds_per_unit(self) -> float | None:
+        """None before anything was measured."""
+        return self._seconds / self._units if self._units else None
+
+    def note(self, units: float, took_s: float) -> None:
+        """So many units took so long."""
+        kept = (1 - _NEWEST_WEIGHT) ** (max(units, self._fade_least_units) / self._fade_units)
+        self._units = kept * self._units + units
+        self._seconds = kept * self._seconds + took_s

@@ -32,14 +32,20 @@ class SmolLM2:
     pool: KVPool
     spec: NamespaceSpec  # the namespace of its KV
 
-    def connect(self, client: KVStoreClient, *, benefit: BenefitRule | None = None) -> PrefixCache:
-        """A prefix cache for an engine of this model. Raises: as `PrefixCache.connect`."""
+    def connect(self, client: KVStoreClient, *, benefit: BenefitRule | None = None, load_parts: int = 1) -> PrefixCache:
+        """A prefix cache for an engine of this model.
+
+        Args:
+            load_parts: how many ranges of layers blocks are loaded in, one after the other; the engine begins with the first.
+        Raises: as `PrefixCache.connect`; ValueError: there are fewer layers in a block than parts.
+        """
         return PrefixCache.connect(
             client,
             self.spec,
             block_tokens=BLOCK_TOKENS,
             block_bytes=self.pool.block_bytes,
             state_bytes=self.pool.window_state_bytes(self.pool.window_tokens) or MAX_STATE_BYTES,
+            layout=self.pool.block_layout.merged(load_parts),
             benefit=benefit,
         )
 

@@ -69,6 +69,22 @@ def test_prefill_that_becomes_fast_ends_the_loads():
     assert not rule.is_worth(128, 100_000)
 
 
+def test_single_tokens_behind_hits_do_not_make_the_engine_seem_slow():
+    rule = measured(ManualClock(), look_up_s=0.01, bytes_per_s=1e6, tokens_per_s=1000)
+    for _ in range(50):
+        rule.note_prefill(1, 0.1)  # the least that a pass costs
+        rule.note_prefill(31, 3.1)
+    assert rule.prefill_s(1000) == pytest.approx(1.0)
+
+
+def test_small_loads_do_not_make_large_ones_seem_slow():
+    rule = measured(ManualClock(), look_up_s=0.01, bytes_per_s=1e9, tokens_per_s=1000)
+    for _ in range(3):
+        rule.note_load(1_000_000_000, 1.0)
+        rule.note_load(1000, 0.005)  # the least that a call costs
+    assert rule.load_s(1_000_000_000) == pytest.approx(1.01, rel=0.05)
+
+
 def test_empty_measurements_teach_nothing():
     rule = MeasuredBenefit()
     rule.note_load(0, 5.0)

@@ -197,13 +197,12 @@ def test_hit_is_computed_where_that_is_faster(server: RunningServer, request: py
         assert cache.save_blocks(tokens, 0, memory(3), CONTEXT).wait(PATIENCE_S)
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait().hit_blocks == 3
         assert rule.load_s(BLOCK_BYTES) is not None  # measured by that load
-        cache.note_prefill(10**9, 1e-3)
+        cache.note_prefill(128, 1e-9)
         matches = client.stats().calls["match"]
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait() == LoadedPrefix()
         assert client.stats().calls["match"] == matches  # not even looked up
         assert cache.stats().misses == {"NOT_WORTH_IT": 1}
-        for _ in range(60):
-            cache.note_prefill(1, 100.0)
+        cache.note_prefill(12_800, 1e4)
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait().hit_blocks == 3
 
 
