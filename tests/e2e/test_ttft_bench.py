@@ -41,11 +41,11 @@ def test_lengths_are_computed_and_loaded_and_the_break_even_length_is_printed(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     file = tmp_path / "ttft.json"
-    run = bench(
-        "--lengths", "129,384", "--rounds", "1", "--parts", "3", "--data-dir", str(scratch), "--json", str(file)
+    assert (
+        bench("--lengths", "129,384", "--rounds", "1", "--parts", "3", "--data-dir", str(scratch), "--json", str(file))
+        == 0
     )
-    assert run.returncode == 0, run.stderr
-    assert "break-even length" in run.stdout
+    assert "break-even length" in capsys.readouterr().out
     assert list(scratch.iterdir()) == []
     result = json.loads(file.read_text())
     assert [(line["prompt_tokens"], line["hit_tokens"]) for line in result["lengths"]] == [(129, 128), (384, 256)]
