@@ -7,6 +7,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from kvstore_engine import moving
+from kvstore_engine.handover import HandoverHook
 from kvstore_engine.hook import RequestContext
 from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.model import Span
@@ -15,16 +19,19 @@ from kvstore_engine.sampling import Sampler, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    import torch
-
     from kvstore_engine.hook import PrefixCacheHook
     from kvstore_engine.kv_pool import KVPool
     from kvstore_engine.model import Llama
+    from kvstore_engine.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request. Times are seconds; those of shared steps are counted in full for each request in them."""
+    """A finished request. Times are seconds; those of shared steps are counted in full for each request in them.
+
+    Of a request that was taken over, tokens are counted from its beginning, and times from `Engine.take_over` on; if its first
+    token was chosen elsewhere, `ttft_s` is 0 and `first_logits` is empty.
+    """
 
     tokens: list[int]  # the new tokens; the end-of-sequence token included if that is what ended it
     finish_reason: str  # "eos" or "length"
@@ -38,6 +45,10 @@ class Generation:
     save_s: float  # handing complete blocks to the prefix cache
     total_s: float  # from `submit` to the end, saving included
     first_logits: torch.Tensor  # (vocab_size,) float32, from which the first token was chosen
+
+
+class NotAdmittingError(RuntimeError):
+    """The engine takes no more requests."""
 
 
 class Request:
@@ -59,6 +70,9 @@ class Request:
         self.computed_tokens = 0  # tokens whose KV is in the pool; loaded ones count too
         self.generation: Generation | None = None  # set when finished
         self.sampler = Sampler(params)
+        self.eos_ids: frozenset[int] = frozenset()
+        self.ticket: Ticket | None = None  # of a request that was taken over
+        self.recomputed_tokens = 0  # tokens whose KV the engine before had, and that are computed again
         self.block_ids: list[int] = []
         self.saved_blocks = 0  # leading blocks that need no saving: loaded, or handed to the hook
         self.first_logits: torch.Tensor | None = None
@@ -70,9 +84,14 @@ class Request:
         return -(-(len(self.prompt) + self.params.max_new_tokens - 1) // BLOCK_TOKENS)
 
     @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """The tokens before the one that comes next into a decoding step: the prompt, and the output but its last token."""
+        return self.prompt + tuple(self.output[:-1])
+
+    @property
     def is_prefilled(self) -> bool:
-        """Whether all of the prompt's KV is in the pool."""
-        return self.computed_tokens >= len(self.prompt)
+        """Whether the KV of all `known_tokens` is in the pool."""
+        return self.computed_tokens >= len(self.prompt) + max(0, len(self.output) - 1)
 
 
 class Engine:
@@ -116,6 +135,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: list[Request] = []
+        self._admits = True
 
     @property
     def has_work(self) -> bool:
@@ -171,13 +191,85 @@ class Engine:
     ) -> Request:
         """Queue a request; `step` advances it.
 
-        Raises: ValueError: the prompt is empty, has an unknown token, or can never fit the model or the pool.
+        Raises:
+            ValueError: the prompt is empty, has an unknown token, or can never fit the model or the pool.
+            NotAdmittingError: `stop_admitting` was called.
         """
         context = RequestContext(salt, adapter, extra_keys, traffic_class)
         request = Request(prompt_tokens, params or SamplingParams(), context, self._clock())
-        self._check(request)
-        self._waiting.append(request)
-        return request
+        request.eos_ids = self._eos_ids
+        return self._queue(request)
+
+    # Requests that come from, and go to, other engines
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests in it: those that decode, the one being prefilled, those that wait, each in their order."""
+        prefilling = [self._prefilling] if self._prefilling else []
+        return [*self._running, *prefilling, *self._waiting]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests of which nothing has been computed here, in their order."""
+        return list(self._waiting)
+
+    def stop_admitting(self) -> None:
+        """Take no more requests; those that are here go on."""
+        self._admits = False
+
+    def hand_over(self, request: Request, *, patience_s: float = 0.0) -> bytes:
+        """Store a request's KV, wait until that is confirmed, and let the request go.
+
+        It may be waiting, in the middle of its prefill, or decoding. What the store does not take is computed again elsewhere.
+        Args: patience_s: what each call to the store may take beyond its usual time.
+        Returns: its ticket, for `take_over` of an engine with the same namespace. As secret as the request itself.
+        Raises:
+            ValueError: it is not in this engine: finished, cancelled, or another one's.
+            RuntimeError: the engine has no prefix cache that hands over.
+        """
+        mover, end = self._mover(), request.computed_tokens
+        if request not in self.unfinished:
+            raise ValueError("the request is not in this engine, there is nothing to hand over")
+        views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
+        states = self._pool.states(request.block_ids, end) if end else {}
+        ticket = mover.hand_over(moving.pause(request), views, states, patience_s=patience_s)
+        self.cancel(request)
+        return ticket
+
+    def take_over(self, ticket: bytes) -> Request:
+        """Queue a request that another engine handed over; its KV is loaded when there is room for it.
+
+        It goes on at the exact token; what of its KV is no longer stored is computed. The ticket stays valid.
+        Raises:
+            TicketError: a ValueError: the ticket is damaged, of another namespace, or no request that this engine can serve.
+            ValueError, NotAdmittingError: as `submit`.
+            RuntimeError: as `hand_over`.
+        """
+        opened = self._mover().open_ticket(ticket)
+        paused = opened.request
+        request = Request(paused.prompt, moving.sampling_params(paused.sampling), paused.context, self._clock())
+        moving.restore(request, paused)
+        request.ticket = opened
+        return self._queue(request)
+
+    def _mover(self) -> HandoverHook:
+        if not isinstance(self._prefix_cache, HandoverHook):
+            raise RuntimeError("the engine has no prefix cache that hands requests over")
+        return self._prefix_cache
+
+    def _load_handed_over(self, request: Request, ticket: Ticket) -> None:
+        end = ticket.request.computed_tokens
+        views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
+        started = self._clock()
+        loaded = self._mover().take_over(ticket, views, self._pool.state_sizes(end))
+        if loaded.replay_start_token == end:
+            self._pool.load_states(request.block_ids, end, loaded.states)
+        request.load_s = self._clock() - started
+        request.computed_tokens = loaded.replay_start_token
+        request.recomputed_tokens = end - request.computed_tokens
+        request.hit_tokens = min(request.computed_tokens, len(request.prompt))
+        # Others are saved at the end: the engine before had them only for the hand-over.
+        request.saved_blocks = min(loaded.hit_blocks, ticket.request.saved_blocks)
 
     def cancel(self, request: Request) -> None:
         """Drop a request and give its blocks back. Does nothing to a finished one."""
@@ -196,11 +288,18 @@ class Engine:
             finished += self._decode(decoding)
         return finished
 
+    def _queue(self, request: Request) -> Request:
+        if not self._admits:
+            raise NotAdmittingError("the engine takes no more requests: it is being drained")
+        self._check(request)
+        self._waiting.append(request)
+        return request
+
     def _check(self, request: Request) -> None:
         if not request.prompt:
             raise ValueError("the prompt is empty")
-        vocab_size = self._model.config.vocab_size
-        if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
+        vocab_size, tokens = self._model.config.vocab_size, [*request.prompt, *request.output]
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"the prompt has token ids outside [0, {vocab_size})")
         total = len(request.prompt) + request.params.max_new_tokens
         if total > self._model.config.max_positions:
@@ -217,10 +316,17 @@ class Engine:
         request = self._prefilling = self._waiting.popleft()
         request.block_ids = self._pool.allocate(request.blocks_needed)
         self._load_prefix(request)
+        if request.is_prefilled:  # taken over with all its KV
+            self._prefilling = None
+            self._running.append(request)
+            return None
         return request
 
     def _load_prefix(self, request: Request) -> None:
         if self._prefix_cache is None:
+            return
+        if request.ticket is not None and request.ticket.request.computed_tokens:
+            self._load_handed_over(request, request.ticket)
             return
         lent = request.block_ids[: len(request.prompt) // BLOCK_TOKENS]
         views = [self._pool.block_view(block_id) for block_id in lent]
@@ -234,12 +340,15 @@ class Engine:
         request.hit_tokens = request.computed_tokens = loaded.hit_blocks * BLOCK_TOKENS
 
     def _prefill_chunk(self, request: Request) -> bool:
-        """Compute the next chunk of the prompt and, after the last, the first token. Returns: finished already."""
+        """Compute the next chunk of the prompt and, after the last, the first token. Returns: finished already.
+
+        Of a request that was taken over, the tokens that it has already belong to what is computed, and none is chosen.
+        """
         started = self._clock()
-        start = request.computed_tokens
-        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(request.prompt))
+        start, tokens = request.computed_tokens, request.known_tokens
+        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(tokens))
         span = Span(request.block_ids, start, end - start)
-        hidden = self._model.forward(request.prompt[start:end], [span], self._pool)
+        hidden = self._model.forward(tokens[start:end], [span], self._pool)
         request.computed_tokens = end
         took_s = self._clock() - started
         if self._prefix_cache is not None:
@@ -247,11 +356,11 @@ class Engine:
         if not request.is_prefilled:
             request.prefill_s += took_s
             return False
-        request.first_logits = self._model.logits(hidden[-1])
-        request.output.append(request.sampler.sample(request.first_logits))
-        now = self._clock()
-        request.prefill_s += now - started
-        request.ttft_s = now - request.submitted_at
+        if not request.output:
+            request.first_logits = self._model.logits(hidden[-1])
+            request.output.append(request.sampler.sample(request.first_logits))
+            request.ttft_s = self._clock() - request.submitted_at
+        request.prefill_s += self._clock() - started
         self._prefilling = None
         self._running.append(request)
         return self._finish_if_done(request)
@@ -304,12 +413,11 @@ class Engine:
         return True
 
     def _finish_reason(self, request: Request) -> str | None:
-        if request.output[-1] in self._eos_ids and not request.params.ignore_eos:
+        if request.output[-1] in request.eos_ids and not request.params.ignore_eos:
             return "eos"
         return "length" if len(request.output) == request.params.max_new_tokens else None
 
     def _summary(self, request: Request, finish_reason: str) -> Generation:
-        assert request.first_logits is not None  # a request finishes after its first token
         return Generation(
             tokens=list(request.output),
             finish_reason=finish_reason,
@@ -322,7 +430,7 @@ class Engine:
             decode_s=request.decode_s,
             save_s=request.save_s,
             total_s=self._clock() - request.submitted_at,
-            first_logits=request.first_logits,
+            first_logits=torch.empty(0) if request.first_logits is None else request.first_logits,
         )
 
     def _release(self, request: Request) -> None:

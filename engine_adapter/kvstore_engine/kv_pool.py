@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 BLOCK_TOKENS = 128  # The store's block size; a block of the pool is a block of the store.
 
@@ -15,6 +15,9 @@ BLOCK_TOKENS = 128  # The store's block size; a block of the pool is a block of 
 # layer, key-or-value, KV head, token, head dimension; the last varies fastest. RoPE is already applied to the keys, in
 # the rotate-half pairing. Raise the version whenever a byte moves or changes meaning.
 LAYOUT = "thin-paged-LKHTD-v1"
+
+# Kinds of `KVPool.states`.
+TAIL_STATE = "tail"
 
 
 class PoolExhaustedError(RuntimeError):
@@ -112,6 +115,40 @@ class KVPool:
             pages.append(self.kv[block_ids[full_blocks], layer, :, :, :rest])
         keys, values = torch.cat(pages, dim=2).unbind(0)
         return keys, values
+
+    def state_sizes(self, end_token: int) -> dict[str, int]:
+        """Kind -> bytes of each state in `states(…, end_token)`."""
+        return {TAIL_STATE: self.kv[0, ..., 0, :].nbytes * (end_token % BLOCK_TOKENS)}
+
+    def states(self, block_ids: Sequence[int], end_token: int) -> dict[str, bytearray]:
+        """What a sequence's complete blocks lack to go on at exactly `end_token`; copies.
+
+        Returns: kind -> bytes. TAIL_STATE: the KV of the tokens after the last complete block, shape (layers, 2, kv_heads,
+            end_token % BLOCK_TOKENS, head_dim).
+        """
+        state = bytearray(self.state_sizes(end_token)[TAIL_STATE])
+        if state:
+            tail = self._tail(block_ids, end_token)
+            torch.frombuffer(state, dtype=self.dtype).view(tail.shape).copy_(tail)
+        return {TAIL_STATE: state}
+
+    def load_states(self, block_ids: Sequence[int], end_token: int, states: Mapping[str, bytearray]) -> None:
+        """Put back what `states` gave for the same `end_token`; a state of no bytes may be missing.
+
+        Raises: ValueError: one has not the size of such a state; nothing is written then.
+        """
+        for kind, size in self.state_sizes(end_token).items():
+            if len(states.get(kind, b"")) != size:
+                raise ValueError(
+                    f"state {kind!r} at token {end_token} has {size} bytes, got {len(states.get(kind, b''))}"
+                )
+        if states.get(TAIL_STATE):
+            tail = self._tail(block_ids, end_token)
+            tail.copy_(torch.frombuffer(states[TAIL_STATE], dtype=self.dtype).view(tail.shape))
+
+    def _tail(self, block_ids: Sequence[int], end_token: int) -> torch.Tensor:
+        full_blocks, rest = divmod(end_token, BLOCK_TOKENS)
+        return self.kv[block_ids[full_blocks], ..., :rest, :]
 
     def _check(self, block_id: int) -> None:
         if not 0 <= block_id < self.num_blocks:
