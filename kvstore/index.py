@@ -495,7 +495,16 @@ def row_key(row: np.void) -> bytes:
 
 def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes:
     """The index key of a state object."""
-    return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION]) + state_hash
+    return state_keys(namespace_id, [prefix_hash], [state_hash])[0]
+
+
+def state_keys(namespace_id: int, prefix_hashes: Sequence[bytes], state_hashes: Sequence[bytes]) -> list[bytes]:
+    """The same of many."""
+    head, position = namespace_id.to_bytes(4, "big"), bytes([_STATE_POSITION])
+    return [
+        head + prefix_hash[:ANCHOR_BYTES] + position + state_hash
+        for prefix_hash, state_hash in zip(prefix_hashes, state_hashes, strict=True)
+    ]
 
 
 def _drop_and_put(

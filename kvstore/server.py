@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
     from kvstore.clock import Clock
     from kvstore.config import ServerConfig
+    from kvstore.log.device import Device
 
-# Clients ping every 30 s, also while idle, to notice a dead connection. A server that allows only rarer pings answers
-# with GOAWAY "too_many_pings", so it allows them this often.
-CLIENT_PING_INTERVAL_MIN_MS = 10_000
+# Clients ping to notice a dead connection: ours every 30 s while a call is silent, others as they are set, also while idle.
+# A server that allows only rarer pings sends them away with GOAWAY "too_many_pings", so it allows them this often, and
+# forgives so many that come sooner: pings bunch on a bad network.
+CLIENT_PING_INTERVAL_MIN_MS, CLIENT_PING_STRIKES_MAX = 10_000, 5
 # The server's own pings find clients that vanished without a word, whose calls would hold places for ever.
 SERVER_PING_INTERVAL_MS, SERVER_PING_TIMEOUT_MS = 60_000, 20_000
 
@@ -45,6 +47,8 @@ GRPC_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", CLIENT_PING_INTERVAL_MIN_MS),
+    ("grpc.http2.max_ping_strikes", CLIENT_PING_STRIKES_MAX),
+    # No limit on a connection's age or idleness: its end would cost an idle client's next call a part of its budget.
     ("grpc.keepalive_time_ms", SERVER_PING_INTERVAL_MS),
     ("grpc.keepalive_timeout_ms", SERVER_PING_TIMEOUT_MS),
 )
@@ -100,11 +104,17 @@ async def serve(config: ServerConfig, clock: Clock) -> None:
 
 
 class Server:
-    """gRPC server, metrics port, pools and store of one process."""
+    """gRPC server, metrics port, pools and store of one process.
 
-    def __init__(self, config: ServerConfig, clock: Clock, stopping: Callable[[], bool]) -> None:
+    Args: stopping: whether the opening of the store is to be given up. device: what the store lies on; None: this machine's files.
+    """
+
+    def __init__(
+        self, config: ServerConfig, clock: Clock, stopping: Callable[[], bool], device: Device | None = None
+    ) -> None:
         self._config = config
         self._clock = clock
+        self._device = device
         self._stopping = stopping
         self._door = StoreDoor()
         self._metrics = Metrics()
@@ -187,6 +197,7 @@ class Server:
             config.traffic_classes,
             self._clock,
             tenants=config.tenants,
+            device=self._device,
             progress=progress,
         )
 

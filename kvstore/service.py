@@ -162,8 +162,17 @@ class BlockStoreService:
 
         def frames() -> Generator[bytes, None, None]:
             # On a reading thread. A frame's parts are valid until the next is asked for: join them right here.
-            wanted = (namespace, chain, request.first_block, request.block_count, request.lease)
-            for frame in store.read(*wanted, in_messages=True):
+            read = store.read(
+                namespace,
+                chain,
+                request.first_block,
+                request.block_count,
+                request.lease,
+                part_offset_bytes=request.part_offset_bytes,
+                part_bytes=request.part_bytes,
+                in_messages=True,
+            )
+            for frame in read:
                 yield read_frame_message(frame)
 
         with self._pools.read.admit(deadline_s(context)) as slot:

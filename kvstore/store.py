@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 import threading
@@ -46,6 +45,7 @@ from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
 from kvstore.scrub import Scrubber, parse_cursor
+from kvstore.states import ChainStates, state_hash
 from kvstore.traffic import MAX_TTL_S, RefreshRule
 from kvstore.types import (
     BlockAddr,
@@ -62,9 +62,8 @@ from kvstore.types import (
     StoreStatus,
     Usage,
 )
-from kvstore_api import encoding
 from kvstore_api.checksum import block_checksum
-from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES, MAX_STATE_NAME_BYTES
+from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES
 from kvstore_api.namespace import NamespaceDigest, NamespaceSpecError
 from kvstore_api.results import PutResult, PutStatus
 from kvstore_api.resume import resume_plan
@@ -436,9 +435,8 @@ class LocalStore:
         deadline_s = now_s + min(wanted_s, self._config.lease_max_s)
         for _ in range(_LEASE_RETRIES):
             addrs = self._live_run(namespace, chain.data, now_s)
-            plan = resume_plan(
-                namespace.spec, len(addrs), lambda blocks, name: self._has_state(namespace, chain[blocks - 1], name)
-            )
+            has_state = ChainStates(namespace.namespace_id, chain, lambda keys: self._states_alive(keys, now_s))
+            plan = resume_plan(namespace.spec, len(addrs), has_state)
             hit = plan.hit_tokens // namespace.spec.block_tokens
             addrs = addrs[:hit]
             places = self._places(addrs)
@@ -559,15 +557,23 @@ class LocalStore:
         block_count: int,
         lease: bytes = b"",
         *,
+        part_offset_bytes: int = 0,
+        part_bytes: int = 0,
         in_messages: bool = False,
     ) -> Iterator[ReadFrame]:
         """Blocks of the chain in frames; what is not there, or not right, is a miss. Each step of the iterator does I/O.
 
-        With `in_messages`, frames are read straight into messages where they can be; see `ReadFrame.message`.
+        With a part, the answer is as if blocks consisted of it alone, but each is read whole and checked as it was stored: what
+        is damaged anywhere yields no part. With `in_messages`, frames are read straight into messages where they can be; see
+        `ReadFrame.message`.
 
+        Args:
+            part_offset_bytes: where in each block the wanted part begins.
+            part_bytes: its size; 0 is the rest of the block.
         Raises: InvalidArgumentError: at once, not when iterated.
         """
         _check_range(chain, first_block, block_count)
+        part = _part(namespace.spec.block_bytes, part_offset_bytes, part_bytes)
         now_s = self._clock.now_s()
         places = self._leased(namespace, chain, lease, first_block, block_count, now_s)
         addrs, present = places or self._look_up(namespace, chain, first_block, block_count, now_s)
@@ -581,6 +587,7 @@ class LocalStore:
                 slots=addrs["slot"].tolist(),
                 present=present.tolist(),
                 leased=places is not None,
+                part=part,
             ),
             in_messages=in_messages,
         )
@@ -615,6 +622,12 @@ class LocalStore:
         suspected_too: bool = False,
     ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
         keys = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
+        return self._look_up_keys(keys, now_s, suspected_too=suspected_too)
+
+    def _look_up_keys(
+        self, keys: Sequence[bytes], now_s: float, *, suspected_too: bool = False
+    ) -> tuple[NDArray[np.void], NDArray[np.bool_]]:
+        """Where the index has these keys, and whether what lies there is alive; anywhere, and not alive, where it has none."""
         nowhere = BlockAddr(SegmentId(0), 0)
         found = self._find(keys)
         for _ in range(_MOVE_RETRIES):
@@ -796,18 +809,19 @@ class LocalStore:
     def _read_state(
         self, namespace: Namespace, prefix_hash: bytes, name: str, record: ClassRecord
     ) -> StateObject | None:
-        state_hash = _state_hash(prefix_hash, name)
-        found = self._state_addr(namespace, prefix_hash, state_hash)
-        segment = self._segments.get(found.segment_id) if found is not None else None
-        if found is None or segment is None:
+        name_hash = state_hash(prefix_hash, name)
+        key = state_key(namespace.namespace_id, prefix_hash, name_hash)
+        addrs, live = self._look_up_keys([key], self._clock.now_s())
+        segment, slot = self._segments.get(int(addrs[0]["segment_id"])), int(addrs[0]["slot"])
+        if not live[0] or segment is None:
             return None
-        state = self._read_state_at(namespace, prefix_hash, state_hash, segment, found.slot)
+        state = self._read_state_at(namespace, prefix_hash, name_hash, segment, slot)
         if state is not None and record.traffic_class.refresh is RefreshRule.ON_ACCESS:
-            segment.touch(np.array([found.slot]), record.class_id, int(self._clock.now_s()))
+            segment.touch(np.array([slot]), record.class_id, int(self._clock.now_s()))
         return state
 
     def _read_state_at(
-        self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes, segment: Segment, slot: int
+        self, namespace: Namespace, prefix_hash: bytes, name_hash: bytes, segment: Segment, slot: int
     ) -> StateObject | None:
         try:
             rows = segment.read_rows(slot, 1)
@@ -817,11 +831,11 @@ class LocalStore:
                 return None
             row = rows[0]
             if (
-                row["prefix_hash"].tobytes() != state_hash
+                row["prefix_hash"].tobytes() != name_hash
                 or row["namespace_id"] != namespace.namespace_id
                 or row["kind"] != fmt.KIND_STATE
             ):
-                key = state_key(namespace.namespace_id, prefix_hash, state_hash)
+                key = state_key(namespace.namespace_id, prefix_hash, name_hash)
                 self._drop_entry(key, BlockAddr(segment.segment_id, slot))
                 return None
             data = bytearray(int(row["length_bytes"]))
@@ -840,13 +854,14 @@ class LocalStore:
         segment.flag(np.array([slot]), fmt.FLAG_DELETED)
         self.counters.add(blocks_corrupt=1)
 
-    def _has_state(self, namespace: Namespace, prefix_hash: bytes, name: str) -> bool:
-        return self._state_addr(namespace, prefix_hash, _state_hash(prefix_hash, name)) is not None
-
-    def _state_addr(self, namespace: Namespace, prefix_hash: bytes, state_hash: bytes) -> BlockAddr | None:
-        key = state_key(namespace.namespace_id, prefix_hash, state_hash)
-        addr = self._find([key]).get(key)
-        return addr if addr is not None and self._is_live(addr) else None
+    def _states_alive(self, keys: Sequence[bytes], now_s: float) -> list[bool]:
+        """Whether the state objects under these index keys are alive. Fast where few are there, as is usual."""
+        found = self._find(keys)
+        there = [key for key in keys if key in found]
+        if not there:
+            return [False] * len(keys)
+        alive = dict(zip(there, self._look_up_keys(there, now_s)[1].tolist(), strict=True))
+        return [alive.get(key, False) for key in keys]
 
     def submit_put_state(
         self,
@@ -862,7 +877,7 @@ class LocalStore:
         Raises: InvalidArgumentError, UnknownTrafficClassError.
         """
         record = self._class(traffic_class)
-        state_hash = _state_hash(prefix_hash, name)
+        name_hash = state_hash(prefix_hash, name)
         size = memoryview(data).nbytes
         room = self._segments.segment_size_bytes - fmt.Layout(_row_capacity(self._config)).payload_offset
         if not 1 <= size <= min(MAX_STATE_BYTES, room):
@@ -878,13 +893,13 @@ class LocalStore:
                 class_id=record.class_id,
                 position=0,
                 anchor=prefix_hash[: fmt.ANCHOR_BYTES],
-                prefix_hash=state_hash,
+                prefix_hash=name_hash,
                 length_bytes=size,
                 create_time_s=int(self._clock.now_s()),
                 checksum=checksum,
                 seed_byte=prefix_hash[fmt.ANCHOR_BYTES],
             )
-            entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, state_hash), entry, data))
+            entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, name_hash), entry, data))
         self.counters.add(blocks_rejected=len(rejected))
         only = [PutBlock(0, data, checksum)]
         results = self._submit(
@@ -1226,6 +1241,18 @@ def _check_range(chain: Chain, first_block: int, block_count: int) -> None:
         )
 
 
+def _part(block_bytes: int, offset_bytes: int, size_bytes: int) -> range:
+    """The bytes of a block that are wanted."""
+    end = offset_bytes + size_bytes if size_bytes else block_bytes
+    if not 0 <= offset_bytes < end <= block_bytes:
+        size = f"{size_bytes} bytes" if size_bytes else "the rest"
+        raise InvalidArgumentError(
+            f"of each block {size} from byte {offset_bytes} on is asked for, but blocks have {block_bytes} bytes "
+            "(part_offset_bytes, part_bytes)"
+        )
+    return range(offset_bytes, end)
+
+
 def _check_block(namespace: Namespace, chain: Chain, block: PutBlock) -> PutResult | None:
     """Why a block cannot be stored, or None."""
     size = memoryview(block.data).nbytes
@@ -1251,18 +1278,6 @@ def _put_results(
         else:
             results[position] = PutResult(block, outcome.status, error.reason, str(error))
     return [results[position] for position in range(len(blocks))]
-
-
-def _state_hash(prefix_hash: bytes, name: str) -> bytes:
-    """Names a state object: 32 bytes over the prefix hash it stands beside, and its name there."""
-    if len(prefix_hash) != HASH_BYTES:
-        raise InvalidArgumentError(f"prefix hash has {len(prefix_hash)} bytes, not {HASH_BYTES}")
-    if not 1 <= len(name.encode()) <= MAX_STATE_NAME_BYTES:
-        raise InvalidArgumentError(
-            f"state name has {len(name.encode())} bytes, allowed are 1 to {MAX_STATE_NAME_BYTES}"
-        )
-    parts = (encoding.field(0, b"kvstore/state/1"), encoding.field(1, prefix_hash), encoding.text_field(2, name))
-    return hashlib.sha256(b"".join(parts)).digest()
 
 
 def _hex_prefix(digits: str, what: str) -> str:

@@ -58,7 +58,10 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class ReadFrame:
-    """Up to 1 MiB of block bytes: whole blocks, or a part of one block larger than a frame."""
+    """Up to 1 MiB of block bytes: whole blocks, or a part of one block larger than a frame.
+
+    Where a part of each block was asked for, these are the blocks.
+    """
 
     blocks: Sequence[int]
     checksums: Sequence[int]

@@ -70,10 +70,10 @@ class Client:
         return self.blocks.MatchPrefix(pb.MatchPrefixRequest(namespace=namespace, chain=b"".join(chain), **fields))
 
     def get(
-        self, namespace: bytes, chain: Sequence[bytes], first: int = 0, lease: bytes = b""
+        self, namespace: bytes, chain: Sequence[bytes], first: int = 0, lease: bytes = b"", **fields: int
     ) -> tuple[dict[int, bytes], dict[int, str]]:
         """The blocks that came, their checksums verified, and the misses with their reasons."""
-        request = get_request(namespace, chain, first, lease)
+        request = get_request(namespace, chain, first, lease, **fields)
         parts: dict[int, bytearray] = {}
         checksums: dict[int, int] = {}
         misses: dict[int, str] = {}
@@ -95,13 +95,16 @@ class Client:
         return {block: bytes(data) for block, data in parts.items()}, misses
 
 
-def get_request(namespace: bytes, chain: Sequence[bytes], first: int = 0, lease: bytes = b"") -> pb.GetBlocksRequest:
+def get_request(
+    namespace: bytes, chain: Sequence[bytes], first: int = 0, lease: bytes = b"", **fields: int
+) -> pb.GetBlocksRequest:
     return pb.GetBlocksRequest(
         namespace=namespace,
         chain=b"".join(chain),
         first_block=first,
         block_count=len(chain) - first,
         lease=lease,
+        **fields,
     )
 
 

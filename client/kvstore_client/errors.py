@@ -64,11 +64,11 @@ def clean_reason(reason: str, otherwise: str) -> str:
 def failure_from_rpc(error: grpc.RpcError) -> Failure:
     """The failure that an ended RPC stands for: the reason in its ErrorInfo, else one made from its status code."""
     code, detail = error.code(), error.details() or ""
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:  # one name for it, whether this side or the server has noticed first
+        return Failure(DEADLINE, detail)
     info = _error_info(error.trailing_metadata() or ())
     if info is not None:
         return Failure(clean_reason(info.reason, code.name), detail)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return Failure(DEADLINE, detail)
     if code is grpc.StatusCode.UNAVAILABLE:
         return Failure(UNREACHABLE, detail)
     return Failure(code.name, detail)

@@ -48,14 +48,41 @@ def match(digest: NamespaceDigest, chain: Chain, traffic_class: str, lease_s: fl
     ).SerializeToString()
 
 
-def get(digest: NamespaceDigest, chain: Chain, first_block: int, block_count: int, lease: bytes) -> bytes:
-    """A GetBlocksRequest, for a range that has been checked."""
+def part_bytes(part: tuple[int, int], block_bytes: int) -> int:
+    """The size of a part of each block, given as (offset, size) in bytes.
+
+    Raises:
+        TypeError: it is no pair of integers.
+        ValueError: it is empty, or not in the block.
+    """
+    if not isinstance(part, tuple) or len(part) != 2:
+        raise TypeError(f"part is {part!r}, wanted is (offset_bytes, size_bytes)")
+    offset, size = part
+    _check_integer("part's offset_bytes", offset)
+    _check_integer("part's size_bytes", size)
+    if offset < 0 or size < 1 or offset + size > block_bytes:
+        raise ValueError(f"part is {size} bytes from byte {offset} on, which are not in a block of {block_bytes} bytes")
+    return size
+
+
+def get(
+    digest: NamespaceDigest,
+    chain: Chain,
+    first_block: int,
+    block_count: int,
+    lease: bytes,
+    part: tuple[int, int] | None,
+) -> bytes:
+    """A GetBlocksRequest, for a range and a part that have been checked."""
+    offset, size = part if part is not None else (0, 0)
     return block_store_pb2.GetBlocksRequest(
         namespace=digest,
         chain=chain.first(first_block + block_count).data,
         first_block=first_block,
         block_count=block_count,
         lease=lease,
+        part_offset_bytes=offset,
+        part_bytes=size,
     ).SerializeToString()
 
 

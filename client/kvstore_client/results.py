@@ -16,7 +16,9 @@ BLOCK_OK = "OK"  # the status of a block whose bytes are in the caller's buffer 
 # Reasons that the client itself gives; all others are the server's and pass through unchanged.
 DEADLINE = "DEADLINE"  # the call's budget was used up
 UNREACHABLE = "UNREACHABLE"  # nobody answers at the target
+BREAKER_OPEN = "BREAKER_OPEN"  # not sent: such calls have failed in a row, and the store has not answered since
 BAD_REPLY = "BAD_REPLY"  # the answer contradicts the protocol
+FORKING = "FORKING"  # the process was being forked for all of the call's budget
 NO_RESULT = "NO_RESULT"  # the answer says nothing about this block
 NOT_FOUND = "NOT_FOUND"
 CORRUPT = "CORRUPT"  # the bytes that arrived are not those that were put

@@ -1,21 +1,18 @@
-"""What a client has done so far, and whether its store answers."""
+"""What a client has done so far."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore_client.results import BLOCK_OK, DEADLINE, UNREACHABLE
+from kvstore_client.results import BLOCK_OK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from kvstore_client.results import Failure, PutReport
-
-_LOGGER = logging.getLogger("kvstore_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +20,8 @@ class ClientStats:
     """A snapshot of one process's counts since the client was made (or since the fork). None of them ever goes down.
 
     Attributes:
-        calls: method -> calls that were sent or tried.
-        failures: reason -> calls that ended with that failure.
+        calls: method -> calls made, refused ones included.
+        failures: reason -> calls that ended with that failure; BREAKER_OPEN for those refused without being sent.
         asked_blocks, hit_blocks: blocks in the chains matched, and those found.
         ok_blocks, ok_bytes: blocks brought by gets and verified.
         missed_blocks: reason -> blocks asked for by gets and not brought.
@@ -104,33 +101,3 @@ class StatsBook:
                 put_bytes=self._numbers["put_bytes"],
                 rejected_blocks=dict(self._rejected),
             )
-
-
-class Health:
-    """Whether the store answers, as the last call saw it. Logs the changes, so that an outage is two lines, not thousands."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target
-        self._lock = threading.Lock()  # guards everything below
-        self._failed_calls = 0
-
-    def note(self, failure: Failure | None) -> None:
-        """A call ended. A refusal with a reason is an answer; only silence and a closed door are an outage."""
-        if failure is not None and failure.reason in (UNREACHABLE, DEADLINE):
-            with self._lock:
-                self._failed_calls += 1
-                changed = self._failed_calls == 1
-            if changed:
-                _LOGGER.warning(
-                    "store %s does not answer: %s: %s; calls are misses until it does",
-                    self._target,
-                    failure.reason,
-                    failure.detail,
-                )
-            return
-        if not self._failed_calls:  # the common case, without the lock
-            return
-        with self._lock:
-            failed_calls, self._failed_calls = self._failed_calls, 0
-        if failed_calls:
-            _LOGGER.info("store %s answers again, after %d failed calls", self._target, failed_calls)

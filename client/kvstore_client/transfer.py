@@ -142,6 +142,11 @@ class IncomingBlocks:
         """Whether every block has been verified."""
         return all(verdict == BLOCK_OK for verdict in self._verdicts)
 
+    @property
+    def useful(self) -> bool:
+        """Whether the first block has been verified, so that a leading part can be used."""
+        return bool(self._verdicts) and self._verdicts[0] == BLOCK_OK
+
     def _take_blocks(self, positions: Sequence[int], checksums: Sequence[int], data: memoryview) -> None:
         size, start = self._block_bytes, 0
         for position, checksum in zip(positions, checksums, strict=True):

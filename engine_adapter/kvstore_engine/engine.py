@@ -4,94 +4,41 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from kvstore_engine import moving
 from kvstore_engine.handover import HandoverHook
-from kvstore_engine.hook import RequestContext
+from kvstore_engine.hook import Ownership, RequestContext
+from kvstore_engine.identity import WINDOW_GROUP
 from kvstore_engine.kv_pool import BLOCK_TOKENS
-from kvstore_engine.model import Span
-from kvstore_engine.sampling import Sampler, SamplingParams
+from kvstore_engine.request import Generation, Request
+from kvstore_engine.resuming import lent_views, resume
+from kvstore_engine.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from kvstore_engine.hook import PrefixCacheHook
+    import torch
+
+    from kvstore_engine.hook import PrefixCacheHook, PrefixLoad, Saving
     from kvstore_engine.kv_pool import KVPool
     from kvstore_engine.model import Llama
     from kvstore_engine.ticket import Ticket
 
+__all__ = ["Engine", "Generation", "NotAdmittingError", "Request"]
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """A finished request. Times are seconds; those of shared steps are counted in full for each request in them.
+T = TypeVar("T")
 
-    Of a request that was taken over, tokens are counted from its beginning, and times from `Engine.take_over` on; if its first
-    token was chosen elsewhere, `ttft_s` is 0 and `first_logits` is empty.
-    """
-
-    tokens: list[int]  # the new tokens; the end-of-sequence token included if that is what ended it
-    finish_reason: str  # "eos" or "length"
-    prompt_tokens: int
-    hit_tokens: int  # prompt tokens whose KV came from the prefix cache
-    prefill_tokens: int  # prompt tokens computed here; hit_tokens + prefill_tokens = prompt_tokens
-    ttft_s: float  # from `submit` to the first token: queueing, loading and prefill, but no saving
-    load_s: float  # waiting for the prefix cache to bring what it has
-    prefill_s: float  # computing the prompt, up to and including the first token
-    decode_s: float  # computing all further tokens
-    save_s: float  # handing complete blocks to the prefix cache
-    total_s: float  # from `submit` to the end, saving included
-    first_logits: torch.Tensor  # (vocab_size,) float32, from which the first token was chosen
+# How long a step waits for blocks that saves hold, when there is nothing else to do.
+HELD_WAIT_S: Final = 0.1
 
 
 class NotAdmittingError(RuntimeError):
     """The engine takes no more requests."""
 
 
-class Request:
-    """A request's state, for its owner to watch between steps. Only the engine changes it."""
-
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        context: RequestContext,
-        submitted_at: float,
-    ) -> None:
-        self.prompt = tuple(prompt)
-        self.params = params
-        self.context = context
-        self.submitted_at = submitted_at
-        self.output: list[int] = []
-        self.hit_tokens = 0
-        self.computed_tokens = 0  # tokens whose KV is in the pool; loaded ones count too
-        self.generation: Generation | None = None  # set when finished
-        self.sampler = Sampler(params)
-        self.eos_ids: frozenset[int] = frozenset()
-        self.ticket: Ticket | None = None  # of a request that was taken over
-        self.recomputed_tokens = 0  # tokens whose KV the engine before had, and that are computed again
-        self.block_ids: list[int] = []
-        self.saved_blocks = 0  # leading blocks that need no saving: loaded, or handed to the hook
-        self.first_logits: torch.Tensor | None = None
-        self.ttft_s = self.load_s = self.prefill_s = self.decode_s = self.save_s = 0.0
-
-    @property
-    def blocks_needed(self) -> int:
-        """Blocks for the KV of all tokens this request may compute: the last token sampled is never computed."""
-        return -(-(len(self.prompt) + self.params.max_new_tokens - 1) // BLOCK_TOKENS)
-
-    @property
-    def known_tokens(self) -> tuple[int, ...]:
-        """The tokens before the one that comes next into a decoding step: the prompt, and the output but its last token."""
-        return self.prompt + tuple(self.output[:-1])
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the KV of all `known_tokens` is in the pool."""
-        return self.computed_tokens >= len(self.prompt) + max(0, len(self.output) - 1)
+class _LayerMissingError(Exception):
+    """A layer of a hit did not come."""
 
 
 class Engine:
@@ -110,6 +57,8 @@ class Engine:
         prefix_cache: PrefixCacheHook | None = None,
         chunk_tokens: int = BLOCK_TOKENS,
         max_running: int = 8,
+        hold_saves: bool = False,
+        save_states: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Join the parts; nothing is computed before the first step.
@@ -121,17 +70,30 @@ class Engine:
                 as many threads its results are the same bits. Larger chunks prefill faster (by a sixth for 256), but
                 make a hit's results equal only up to rounding.
             max_running: requests decoded together.
+            hold_saves: let the hook store blocks from the pool itself instead of a copy. A request's blocks are then not used
+                again before that is done.
+            save_states: hand the hook a snapshot of the window layers at the end of a prompt's last complete block, and at
+                that of the answer's: for namespaces with the replay rule snapshot.
             clock: seconds from any starting point, for the times in `Generation`.
+        Raises: ValueError: an option is out of range, or the pool is made for other layers than the model's.
         """
         if chunk_tokens < 1 or max_running < 1:
             raise ValueError(f"chunk_tokens ({chunk_tokens}) and max_running ({max_running}) must be at least 1")
+        if (pool.window_layers, pool.window_tokens) != (model.config.window_layers, model.config.window_tokens):
+            raise ValueError(
+                f"the model has windows of {model.config.window_tokens} tokens in layers {model.config.window_layers}, the "
+                f"pool is made for {pool.window_tokens} in {pool.window_layers}"
+            )
         self._model = model
         self._pool = pool
         self._eos_ids = frozenset(eos_ids)
         self._prefix_cache = prefix_cache
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
+        self._ownership = Ownership.HELD if hold_saves else Ownership.COPIED
+        self._save_states = save_states and bool(pool.window_layers)
         self._clock = clock
+        self._held: list[tuple[list[Saving], list[int]]] = []  # blocks of ended requests that saves still read
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: list[Request] = []
@@ -227,12 +189,14 @@ class Engine:
             ValueError: it is not in this engine: finished, cancelled, or another one's.
             RuntimeError: the engine has no prefix cache that hands over.
         """
-        mover, end = self._mover(), request.computed_tokens
+        mover = self._mover()
         if request not in self.unfinished:
             raise ValueError("the request is not in this engine, there is nothing to hand over")
+        # In the middle of a replay the window layers are not yet what they will be.
+        end = request.computed_tokens if request.computed_tokens >= request.hit_tokens else 0
         views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
         states = self._pool.states(request.block_ids, end) if end else {}
-        ticket = mover.hand_over(moving.pause(request), views, states, patience_s=patience_s)
+        ticket = mover.hand_over(moving.pause(request, end), views, states, patience_s=patience_s)
         self.cancel(request)
         return ticket
 
@@ -257,19 +221,16 @@ class Engine:
             raise RuntimeError("the engine has no prefix cache that hands requests over")
         return self._prefix_cache
 
-    def _load_handed_over(self, request: Request, ticket: Ticket) -> None:
-        end = ticket.request.computed_tokens
+    def _take_kv_over(self, request: Request, ticket: Ticket) -> None:
+        """Load a request's KV; with all of it there is nothing to prefill."""
+        end, mover = ticket.request.computed_tokens, self._mover()
         views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
-        started = self._clock()
-        loaded = self._mover().take_over(ticket, views, self._pool.state_sizes(end))
-        if loaded.replay_start_token == end:
-            self._pool.load_states(request.block_ids, end, loaded.states)
-        request.load_s = self._clock() - started
-        request.computed_tokens = loaded.replay_start_token
-        request.recomputed_tokens = end - request.computed_tokens
-        request.hit_tokens = min(request.computed_tokens, len(request.prompt))
-        # Others are saved at the end: the engine before had them only for the hand-over.
-        request.saved_blocks = min(loaded.hit_blocks, ticket.request.saved_blocks)
+        sizes = self._pool.state_sizes(end)
+        prefix = self._load_timed(request, lambda: mover.take_over(ticket, views, sizes))
+        moving.resume_handed_over(request, self._pool, prefix, ticket.request)
+        if request.is_prefilled:
+            self._prefilling = None
+            self._running.append(request)
 
     def cancel(self, request: Request) -> None:
         """Drop a request and give its blocks back. Does nothing to a finished one."""
@@ -279,13 +240,14 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Advance by one prefill chunk and one token of every running request. Returns: those that finished."""
+        self._reap()
         decoding = list(self._running)
         self._save_prompts(decoding)
-        finished = []
-        if (request := self._prefilling or self._admit()) and self._prefill_chunk(request):
-            finished.append(request)
-        if decoding:
-            finished += self._decode(decoding)
+        # A load that begins here is under way while the others decode.
+        prefilling = self._prefilling or self._admit()
+        finished = self._decode(decoding) if decoding else []
+        if prefilling and self._prefill_chunk(prefilling):
+            finished.append(prefilling)
         return finished
 
     def _queue(self, request: Request) -> Request:
@@ -312,63 +274,87 @@ class Engine:
         if not self._waiting or len(self._running) >= self._max_running:
             return None
         if self._waiting[0].blocks_needed > self._pool.free_blocks:
+            if not self._running:
+                self._reap(HELD_WAIT_S)
             return None
         request = self._prefilling = self._waiting.popleft()
         request.block_ids = self._pool.allocate(request.blocks_needed)
-        self._load_prefix(request)
-        if request.is_prefilled:  # taken over with all its KV
-            self._prefilling = None
-            self._running.append(request)
-            return None
-        return request
-
-    def _load_prefix(self, request: Request) -> None:
-        if self._prefix_cache is None:
-            return
         if request.ticket is not None and request.ticket.request.computed_tokens:
-            self._load_handed_over(request, request.ticket)
-            return
-        lent = request.block_ids[: len(request.prompt) // BLOCK_TOKENS]
-        views = [self._pool.block_view(block_id) for block_id in lent]
-        started = self._clock()
-        loaded = self._prefix_cache.start_load(request.prompt, request.context, views).wait()
-        request.load_s = self._clock() - started
-        if not 0 <= loaded.hit_blocks * BLOCK_TOKENS < len(request.prompt) or loaded.hit_blocks > len(lent):
-            raise RuntimeError(f"prefix cache claims {loaded.hit_blocks} blocks, it was lent {len(lent)}")
-        # Blocks lent but not filled stay the request's own and are computed like the rest.
-        request.saved_blocks = loaded.hit_blocks
-        request.hit_tokens = request.computed_tokens = loaded.hit_blocks * BLOCK_TOKENS
+            self._take_kv_over(request, request.ticket)
+            return self._prefilling
+        if (cache := self._prefix_cache) is not None:
+            views = lent_views(request, self._pool)
+            request.load = self._load_timed(request, lambda: cache.start_load(request.prompt, request.context, views))
+        return request
 
     def _prefill_chunk(self, request: Request) -> bool:
         """Compute the next chunk of the prompt and, after the last, the first token. Returns: finished already.
 
         Of a request that was taken over, the tokens that it has already belong to what is computed, and none is chosen.
         """
-        started = self._clock()
-        start, tokens = request.computed_tokens, request.known_tokens
-        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(tokens))
-        span = Span(request.block_ids, start, end - start)
-        hidden = self._model.forward(tokens[start:end], [span], self._pool)
-        request.computed_tokens = end
-        took_s = self._clock() - started
-        if self._prefix_cache is not None:
-            self._prefix_cache.note_prefill(end - start, took_s)
+        hidden = self._compute_chunk(request) if request.load is None else self._resume(request, request.load)
         if not request.is_prefilled:
-            request.prefill_s += took_s
             return False
         if not request.output:
+            started = self._clock()
             request.first_logits = self._model.logits(hidden[-1])
             request.output.append(request.sampler.sample(request.first_logits))
-            request.ttft_s = self._clock() - request.submitted_at
-        request.prefill_s += self._clock() - started
+            now = self._clock()
+            request.prefill_s += now - started
+            request.ttft_s = now - request.submitted_at
         self._prefilling = None
         self._running.append(request)
         return self._finish_if_done(request)
 
+    def _resume(self, request: Request, load: PrefixLoad) -> torch.Tensor:
+        """The first chunk behind a hit, layer by layer as the hit arrives; anew if it turns out to be shorter."""
+        promised = self._load_timed(request, load.expect)
+        resume(request, self._pool, promised)
+        hidden = self._compute_layer_by_layer(request, load) if promised.hit_blocks else None
+        outcome = self._load_timed(request, load.wait)
+        request.load = None
+        if hidden is None or outcome != promised:
+            resume(request, self._pool, outcome)
+            hidden = self._compute_chunk(request)
+        return hidden
+
+    def _compute_layer_by_layer(self, request: Request, load: PrefixLoad) -> torch.Tensor | None:
+        """As `_compute_chunk`, each layer as soon as its part of the hit is there. Returns: None: one did not come."""
+        try:
+            return self._compute_chunk(request, lambda layer: self._wait_layer(request, load, layer))
+        except _LayerMissingError:
+            return None
+
+    def _wait_layer(self, request: Request, load: PrefixLoad, layer: int) -> None:
+        if layer not in self._pool.window_layers and not self._load_timed(request, lambda: load.wait_layer(layer)):
+            raise _LayerMissingError
+
+    def _load_timed(self, request: Request, call: Callable[[], T]) -> T:
+        started = self._clock()
+        try:
+            return call()
+        finally:
+            request.load_s += self._clock() - started
+
+    def _compute_chunk(self, request: Request, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Compute known tokens up to the end of a chunk. Returns: the model's output, (tokens, hidden_size)."""
+        started, waited_s = self._clock(), request.load_s
+        start = request.computed_tokens
+        tokens = request.known_tokens
+        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(tokens))
+        span = request.next_span(end - start)
+        hidden = self._model.forward(tokens[start:end], [span], self._pool, before_layer=before_layer)
+        request.computed_tokens = end
+        took_s = self._clock() - started - (request.load_s - waited_s)
+        request.prefill_s += took_s
+        if self._prefix_cache is not None:
+            self._prefix_cache.note_prefill(end - start, took_s)
+        return hidden
+
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """One more token for each request, computed in one batch. Returns: those that finished."""
         started = self._clock()
-        spans = [Span(request.block_ids, request.computed_tokens, 1) for request in requests]
+        spans = [request.next_span(1) for request in requests]
         hidden = self._model.forward([request.output[-1] for request in requests], spans, self._pool)
         for request, logits in zip(requests, self._model.logits(hidden), strict=True):
             token = request.sampler.sample(logits)
@@ -389,18 +375,25 @@ class Engine:
                 self._save(request)
 
     def _save(self, request: Request) -> None:
-        """Hand the hook the blocks completed since the last save.
+        """Hand the hook the blocks completed since the last save, and the window layers' state at their end.
 
         Only computed KV counts: the last token sampled has none yet, so a block it would fill is not complete.
         """
-        first, complete = request.saved_blocks, request.computed_tokens // BLOCK_TOKENS
-        if self._prefix_cache is None or first >= complete:
+        if (cache := self._prefix_cache) is None:
             return
         started = self._clock()
-        computed = (request.prompt + tuple(request.output))[: request.computed_tokens]
-        views = [self._pool.block_view(block_id) for block_id in request.block_ids[first:complete]]
-        self._prefix_cache.save_blocks(computed, first, views, request.context)
-        request.saved_blocks = complete
+        first, complete = request.saved_blocks, request.computed_tokens // BLOCK_TOKENS
+        computed = (request.prompt + tuple(request.output))[: complete * BLOCK_TOKENS]
+        if first < complete:
+            views = [self._pool.block_view(block_id) for block_id in request.block_ids[first:complete]]
+            saving = cache.save_blocks(computed, first, views, request.context, self._ownership)
+            request.saved_blocks = complete
+            if self._ownership is Ownership.HELD:
+                request.savings.append(saving)
+        if self._save_states and request.saved_state_token < len(computed):
+            state = memoryview(self._pool.window_state(request.block_ids, len(computed)))
+            cache.save_state(computed, WINDOW_GROUP, state, request.context)
+            request.saved_state_token = len(computed)
         request.save_s += self._clock() - started
 
     def _finish_if_done(self, request: Request) -> bool:
@@ -408,7 +401,7 @@ class Engine:
         if reason is None:
             return False
         self._save(request)
-        request.generation = self._summary(request, reason)
+        request.finish(reason, self._clock() - request.submitted_at)
         self._release(request)
         return True
 
@@ -417,26 +410,25 @@ class Engine:
             return "eos"
         return "length" if len(request.output) == request.params.max_new_tokens else None
 
-    def _summary(self, request: Request, finish_reason: str) -> Generation:
-        return Generation(
-            tokens=list(request.output),
-            finish_reason=finish_reason,
-            prompt_tokens=len(request.prompt),
-            hit_tokens=request.hit_tokens,
-            prefill_tokens=len(request.prompt) - request.hit_tokens,
-            ttft_s=request.ttft_s,
-            load_s=request.load_s,
-            prefill_s=request.prefill_s,
-            decode_s=request.decode_s,
-            save_s=request.save_s,
-            total_s=self._clock() - request.submitted_at,
-            first_logits=torch.empty(0) if request.first_logits is None else request.first_logits,
-        )
-
     def _release(self, request: Request) -> None:
         if request is self._prefilling:
             self._prefilling = None
         if request in self._running:
             self._running.remove(request)
-        self._pool.free(request.block_ids)
-        request.block_ids = []
+        if request.load is not None:
+            request.load.cancel()  # nothing writes to the blocks after it
+            request.load = None
+        self._held.append((request.savings, request.block_ids))
+        request.savings, request.block_ids = [], []
+        self._reap()
+
+    def _reap(self, wait_s: float = 0.0) -> None:
+        """Give back the blocks that no save reads any more. With `wait_s`, wait so long for the first of them."""
+        if wait_s and self._held:
+            self._held[0][0][0].wait(wait_s)
+        held, self._held = self._held, []
+        for savings, block_ids in held:
+            if unfinished := [saving for saving in savings if not saving.done]:
+                self._held.append((unfinished, block_ids))
+            else:
+                self._pool.free(block_ids)

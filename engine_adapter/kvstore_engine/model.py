@@ -1,4 +1,7 @@
-"""The Llama architecture in plain torch, reading and writing paged KV."""
+"""The Llama architecture in plain torch, reading and writing paged KV.
+
+Any layers may be given a sliding window. A window layer's token at position p sees [p - W + 1, p] and nothing before.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore_engine.kv_pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """What distinguishes one Llama-architecture model from another, besides its weights."""
+    """What distinguishes one Llama-architecture model from another, besides its weights.
+
+    Attributes:
+        window_tokens: W of the sliding window in `window_layers`, the token itself included; 0 without such layers.
+        window_layers: layers, ascending, that see a window only; at least one layer sees everything.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -29,12 +37,25 @@ class LlamaConfig:
     rope_theta: float
     rms_norm_eps: float
     max_positions: int
+    window_tokens: int = 0
+    window_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ValueError(f"rotary embedding pairs dimensions, so head_dim {self.head_dim} must be even")
+        check_windows(self.layers, self.window_layers, self.window_tokens)
+
+
+def check_windows(layers: int, window_layers: Sequence[int], window_tokens: int) -> None:
+    """Raises: ValueError: these cannot be the window layers of a model with `layers` layers."""
+    if list(window_layers) != sorted(set(window_layers)) or not all(0 <= layer < layers for layer in window_layers):
+        raise ValueError(f"window_layers {tuple(window_layers)} must be ascending, without repetition, below {layers}")
+    if window_tokens < 0 or (window_tokens > 0) != bool(window_layers):
+        raise ValueError(f"window_tokens {window_tokens} does not fit {len(window_layers)} window layers")
+    if len(window_layers) == layers:
+        raise ValueError(f"all {layers} layers have a window: nothing of such a model's KV is worth storing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +82,31 @@ class LlamaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive new tokens of one sequence within a forward pass."""
+    """Consecutive new tokens of one sequence within a forward pass.
 
-    block_ids: Sequence[int]  # the sequence's KV blocks, enough for start + length tokens
-    start: int  # absolute position of the first new token; the KV of all before it is in the blocks
+    Attributes:
+        block_ids: the sequence's KV blocks, enough for start + length tokens.
+        start: absolute position of the first new token. The KV of all before it is in the blocks, but for window layers
+            before `window_start`.
+        window_start: position from which on window layers have KV; nothing before it is read.
+        kept_until: the full layers' KV of tokens before it is there already. New tokens below it read that, and do not
+            write their own: they are computed for the window layers' sake only.
+    """
+
+    block_ids: Sequence[int]
+    start: int
     length: int
+    window_start: int = 0
+    kept_until: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.window_start <= self.start:
+            raise ValueError(f"window KV from token {self.window_start} on leaves a gap before token {self.start}")
+
+    @property
+    def end(self) -> int:
+        """Absolute position behind the last new token."""
+        return self.start + self.length
 
 
 def random_weights(config: LlamaConfig, seed: int, *, tied: bool = True) -> LlamaWeights:
@@ -105,25 +146,39 @@ class Llama:
         self.config = config
         self.weights = weights
         self._cos, self._sin = _rotary_tables(config)
+        self._window_layers = frozenset(config.window_layers)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Sequence[int], spans: Sequence[Span], pool: KVPool) -> torch.Tensor:
+    def forward(
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[Span],
+        pool: KVPool,
+        *,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
         """Run new tokens through all layers and put their KV into the pool.
 
         Args:
             token_ids: the new tokens of all spans, one span after the other.
             spans: one long span for a prefill chunk, several of length 1 for a batched decode, or a mixture.
+            before_layer: called with each layer's number before its KV is read. What it raises ends the pass; the KV of
+                the new tokens is then undefined from that layer on.
         Returns: shape (len(token_ids), hidden_size), normalised and ready for `logits`.
         """
-        positions = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
+        positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        masks = [_causal_mask(span, pool.dtype) for span in spans]
+        everything = [_view(span, pool.dtype, 0) for span in spans]
+        windows = [_view(span, pool.dtype, self.config.window_tokens) for span in spans] if self._window_layers else []
         hidden = F.embedding(torch.tensor(token_ids), self.weights.embedding)
         for layer, weights in enumerate(self.weights.layers):
+            if before_layer is not None:
+                before_layer(layer)
+            views = windows if layer in self._window_layers else everything
             normed = self._norm(hidden, weights.attention_norm)
             query, key, value = self._project(normed, weights.qkv)
             query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
-            attended = _paged_attention(layer, query, key, value, spans, masks, pool)
+            attended = _paged_attention(layer, query, key, value, views, pool)
             hidden = hidden + F.linear(attended, weights.attention_out)
             normed = self._norm(hidden, weights.mlp_norm)
             gate, up = F.linear(normed, weights.gate_up).chunk(2, dim=-1)
@@ -163,22 +218,41 @@ def _unit_rms(hidden: torch.Tensor, eps: float) -> torch.Tensor:
     return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
 
 
-def _causal_mask(span: Span, dtype: torch.dtype) -> torch.Tensor | None:
-    """(length, start + length) with -inf where a token would see a later one; None when there is none to hide."""
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a span's tokens see in one kind of layer, and what they leave there."""
+
+    span: Span
+    first: int  # the first position whose KV is read; the last is the span's last
+    written_from: int  # the first position whose KV is written
+    mask: torch.Tensor | None  # (length, end - first), -inf where nothing is seen; None when all is
+
+
+def _view(span: Span, dtype: torch.dtype, window_tokens: int) -> _View:
+    """A span in a full layer, or in a window layer if `window_tokens` is not 0.
+
+    What is before the window of all the span's tokens is not read at all, rather than masked: after a load it is garbage,
+    and zero times NaN is NaN.
+    """
+    if not window_tokens:
+        return _View(span, 0, max(span.start, min(span.kept_until, span.end)), _mask(span, 0, dtype))
+    first = max(span.window_start, span.start - window_tokens + 1)
+    return _View(span, first, span.start, _mask(span, first, dtype, window_tokens))
+
+
+def _mask(span: Span, first: int, dtype: torch.dtype, window_tokens: int = 0) -> torch.Tensor | None:
     if span.length == 1:
         return None
-    blocked = torch.full((span.length, span.start + span.length), float("-inf"), dtype=dtype)
-    return blocked.triu(diagonal=span.start + 1)
+    shape = (span.length, span.end - first)
+    blocked = torch.full(shape, float("-inf"), dtype=dtype).triu(diagonal=span.start - first + 1)
+    if window_tokens:
+        too_old = torch.ones(shape, dtype=torch.bool).tril(diagonal=span.start - first - window_tokens)
+        blocked.masked_fill_(too_old, float("-inf"))
+    return blocked
 
 
 def _paged_attention(
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    spans: Sequence[Span],
-    masks: Sequence[torch.Tensor | None],
-    pool: KVPool,
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, views: Sequence[_View], pool: KVPool
 ) -> torch.Tensor:
     """Store the new keys and values, then let each span attend to its own sequence: (T, heads * head_dim).
 
@@ -186,12 +260,18 @@ def _paged_attention(
     prefix computed here and one loaded cannot differ.
     """
     outputs, row = [], 0
-    for span, mask in zip(spans, masks, strict=True):
+    for view in views:
+        span = view.span
         rows = slice(row, row + span.length)
-        pool.write(layer, span.block_ids, span.start, key[rows], value[rows])
-        keys, values = pool.gather(layer, span.block_ids, span.start + span.length)
+        new = slice(row + view.written_from - span.start, row + span.length)
+        pool.write(layer, span.block_ids, view.written_from, key[new], value[new])
+        keys, values = pool.gather(layer, span.block_ids, span.end, first=view.first)
         attended = F.scaled_dot_product_attention(
-            query[rows].transpose(0, 1).to(pool.dtype)[None], keys[None], values[None], attn_mask=mask, enable_gqa=True
+            query[rows].transpose(0, 1).to(pool.dtype)[None],
+            keys[None],
+            values[None],
+            attn_mask=view.mask,
+            enable_gqa=True,
         )
         outputs.append(attended[0].transpose(0, 1).flatten(1))
         row += span.length

@@ -5,23 +5,27 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
+from kvstore_engine.kv_pool import BLOCK_TOKENS
+from kvstore_engine.resuming import resume
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.ticket import INVALID, PausedRequest, TicketError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kvstore_engine.engine import Request
+    from kvstore_engine.hook import LoadedPrefix
+    from kvstore_engine.kv_pool import KVPool
+    from kvstore_engine.request import Request
     from kvstore_engine.ticket import Scalar
 
 
-def pause(request: Request) -> PausedRequest:
-    """What of a request goes into its ticket, as it is between two steps."""
+def pause(request: Request, computed_tokens: int) -> PausedRequest:
+    """What of a request goes into its ticket, as it is between two steps, with the KV of so many tokens."""
     return PausedRequest(
         prompt=request.prompt,
         output=tuple(request.output),
-        computed_tokens=request.computed_tokens,
-        saved_blocks=request.saved_blocks,
+        computed_tokens=computed_tokens,
+        saved_blocks=min(request.saved_blocks, computed_tokens // BLOCK_TOKENS),
         context=request.context,
         sampling=asdict(request.params),
         sampler_state=request.sampler.state,
@@ -42,6 +46,26 @@ def restore(request: Request, paused: PausedRequest) -> None:
         raise TicketError(INVALID, f"the ticket's sampler_state: {error}") from None
     request.output = list(paused.output)
     request.eos_ids = frozenset(paused.eos_ids)
+
+
+def resume_handed_over(request: Request, pool: KVPool, prefix: LoadedPrefix, paused: PausedRequest) -> None:
+    """Let a request go on from what of its KV was loaded: at the exact token if that is all of it.
+
+    Raises: RuntimeError: as `resume`.
+    """
+    end = paused.computed_tokens
+    if prefix.replay_start_token == end:
+        pool.load_states(request.block_ids, end, prefix.states)
+        request.computed_tokens = end
+        request.hit_tokens = request.resume_token = end
+        request.window_start = max(0, end - pool.window_tokens)
+        # The window at the end of the last complete block is there in part only, that at the next one's end will be whole.
+        request.saved_state_token = end // BLOCK_TOKENS * BLOCK_TOKENS
+    else:
+        resume(request, pool, prefix)
+    request.recomputed_tokens = end - request.computed_tokens
+    # Others are saved at the end: the engine before had them stored for the hand-over only.
+    request.saved_blocks = min(prefix.hit_blocks, paused.saved_blocks)
 
 
 def sampling_params(values: Mapping[str, Scalar]) -> SamplingParams:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvstore_client import Chain, KVStoreClient, NamespaceHandle, NamespaceSpec, PrefixHash
+    from kvstore_client.breaker import Lane
     from kvstore_engine.benefit import BenefitRule
     from kvstore_engine.hook import RequestContext
     from kvstore_engine.saving import Pending
@@ -188,6 +189,9 @@ class PrefixCache:
         )
         if not asked_blocks:
             self._end_load(load, MISS, 0, "")
+        elif refusal := self._refusal("read"):
+            # Blocks found could not be fetched: neither a thread nor a look-up is worth it.
+            self._end_load(load, MISS, 0, refusal)
         elif not self._crew().start(self._run_load, load, prompt, context):
             self._end_load(load, MISS, 0, CLIENT_CLOSED)
         return load
@@ -201,9 +205,9 @@ class PrefixCache:
         ownership: Ownership = Ownership.COPIED,
     ) -> Pending:
         """Store complete blocks; see `PrefixCacheHook`. Raises: nothing."""
-        saves, size = self._crew().saves, self._namespace.block_bytes
-        taken = saves.reserve(len(views) * size, size) // size
-        self._book.unsaved([self._no_room] * (len(views) - taken))
+        saves, size, refusal = self._crew().saves, self._namespace.block_bytes, self._refusal("write")
+        taken = 0 if refusal else saves.reserve(len(views) * size, size) // size
+        self._book.unsaved([refusal or self._no_room] * (len(views) - taken))
         end = (first_block + taken) * self._namespace.block_tokens
         pieces = list(views[:taken])
         job = SaveJob(
@@ -225,9 +229,10 @@ class PrefixCache:
                 f"a state stands at the end of whole blocks, {len(tokens)} tokens are no positive multiple of "
                 f"{self._namespace.block_tokens}"
             )
-        taken = self._crew().saves.reserve(len(state), max(1, len(state)))
+        refusal = self._refusal("write")
+        taken = 0 if refusal else self._crew().saves.reserve(len(state), max(1, len(state)))
         if taken < len(state):
-            self._book.unsaved([self._no_room])
+            self._book.unsaved([refusal or self._no_room])
         pieces = [bytes(state)] if taken else []
         return self._offer(SaveJob(tuple(tokens), 0, pieces, taken, context, group))
 
@@ -260,6 +265,14 @@ class PrefixCache:
     def take_over(self, ticket: Ticket, views: Sequence[memoryview], state_sizes: Mapping[str, int]) -> LoadedPrefix:
         """Bring the KV of a request that another engine handed over; see `HandoverHook`. Waits for it. Raises: nothing."""
         return self._handover.take_over(ticket, views, state_sizes)
+
+    def _refusal(self, lane: Lane) -> str:
+        """Why calls of that kind would be refused before they are sent: costs no I/O. Empty: they would not."""
+        try:
+            failure = self._namespace.cut_off(lane)
+        except Exception as error:
+            failure = _failure(error)
+        return failure.reason if failure is not None else ""
 
     # The steps, for engines that take them one by one
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvstore_api.limits import MAX_STATE_BYTES
+from kvstore_client import ReplayMode
 from kvstore_engine.engine import Engine
 from kvstore_engine.gguf_loader import load_model, open_gguf, smollm2_gguf_path, weights_fingerprint
 from kvstore_engine.identity import namespace_spec
 from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool
+from kvstore_engine.model import Llama
 from kvstore_engine.prefix_cache import PrefixCache
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from kvstore_client import KVStoreClient, NamespaceSpec
+    from kvstore_engine.benefit import BenefitRule
     from kvstore_engine.hook import PrefixCacheHook
-    from kvstore_engine.model import Llama
 
 MODEL_NAME = "SmolLM2-135M-Instruct.Q4_1"
 
@@ -29,13 +32,38 @@ class SmolLM2:
     pool: KVPool
     spec: NamespaceSpec  # the namespace of its KV
 
-    def connect(self, client: KVStoreClient) -> PrefixCache:
+    def connect(self, client: KVStoreClient, *, benefit: BenefitRule | None = None) -> PrefixCache:
         """A prefix cache for an engine of this model. Raises: as `PrefixCache.connect`."""
-        return PrefixCache.connect(client, self.spec, block_tokens=BLOCK_TOKENS, block_bytes=self.pool.block_bytes)
+        return PrefixCache.connect(
+            client,
+            self.spec,
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=self.pool.block_bytes,
+            state_bytes=self.pool.window_state_bytes(self.pool.window_tokens) or MAX_STATE_BYTES,
+            benefit=benefit,
+        )
 
     def engine(self, prefix_cache: PrefixCacheHook | None = None) -> Engine:
         """An engine that serves this model."""
-        return Engine(self.model, self.pool, eos_ids=self.tokenizer.eos_ids, prefix_cache=prefix_cache)
+        return Engine(
+            self.model,
+            self.pool,
+            eos_ids=self.tokenizer.eos_ids,
+            prefix_cache=prefix_cache,
+            save_states=any(group.replay_rule is ReplayMode.SNAPSHOT for group in self.spec.groups),
+        )
+
+    def with_windows(
+        self, window_tokens: int, window_layers: tuple[int, ...], replay: ReplayMode, *, pool_blocks: int
+    ) -> SmolLM2:
+        """The same weights with a sliding window imposed on some layers, with KV memory and a namespace of its own.
+
+        Raises: ValueError: the model cannot have such windows.
+        """
+        config = replace(self.model.config, window_tokens=window_tokens, window_layers=window_layers)
+        pool = KVPool.for_model(config, num_blocks=pool_blocks)
+        spec = namespace_spec(self.spec.model, self.spec.revision, pool, replay=replay)
+        return SmolLM2(Llama(config, self.model.weights), self.tokenizer, pool, spec)
 
 
 def load_smollm2(*, pool_blocks: int) -> SmolLM2:
@@ -46,7 +74,6 @@ def load_smollm2(*, pool_blocks: int) -> SmolLM2:
     path = smollm2_gguf_path()
     reader = open_gguf(path)
     model = load_model(reader)
-    config = model.config
-    pool = KVPool(num_blocks=pool_blocks, layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim)
+    pool = KVPool.for_model(model.config, num_blocks=pool_blocks)
     spec = namespace_spec(MODEL_NAME, weights_fingerprint(path), pool)
     return SmolLM2(model, Tokenizer.from_gguf(reader), pool, spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +25,14 @@ if TYPE_CHECKING:
     from kvstore.log.segments import SegmentSet
 
     _Files = Mapping[int, Segment | None]  # by segment id; None: reclaimed
+    # Reads blocks (indices of a request) into a buffer, one after the other; returns checksums of those that are right, and misses.
+    _Read = Callable[[range, memoryview], tuple[dict[int, int], list[Miss]]]
 
 _FIRST_FRAME_DIVISOR = 4
+# Where only parts of blocks are wanted: bytes that are read whole at a time, to be checked, and those that are read for a frame at
+# most, so that a frame of small parts of large blocks does not keep its reader waiting for gigabytes.
+_SCRATCH_BYTES = 1 << 20
+_READ_PER_FRAME_BYTES = 8 << 20
 _SCRAP = memoryview(bytearray(fmt.ALIGNMENT_BYTES))  # padding between payloads is read into it and never looked at
 
 
@@ -41,6 +48,12 @@ class ReadRequest:
     slots: Sequence[int]
     present: Sequence[bool]
     leased: bool  # the places are a lease's; else the index's
+    part: range  # the bytes of each block that are wanted, at least one; the others are read and checked all the same
+
+    @property
+    def whole(self) -> bool:
+        """Whether blocks are wanted as they are."""
+        return len(self.part) == self.block_bytes
 
     def prefix_hash(self, index: int) -> bytes:
         """The hash of the index-th block asked for."""
@@ -72,29 +85,33 @@ class BlockReader:
         self._correct_index = correct_index
 
     def frames(self, request: ReadRequest, *, in_messages: bool = False) -> Iterator[ReadFrame]:
-        """The blocks in frames of up to 1 MiB, misses among them, in order. Each step does I/O.
+        """The blocks, or the wanted part of each, in frames of up to 1 MiB, misses among them, in order. Each step does I/O.
 
         The files are held from now on, so a stream that outlasts its lease goes on reading them.
         With `in_messages`, frames without misses are read into messages that only want their other fields.
         """
         files = {segment_id: self._segments.get(segment_id) for segment_id in set(request.segment_ids)}
-        if request.block_bytes > MAX_FRAME_DATA_BYTES:
+        if len(request.part) > MAX_FRAME_DATA_BYTES:
             return self._large_blocks(request, files)
-        return self._frames(request, files, in_messages)
+        step = min(MAX_FRAME_DATA_BYTES // len(request.part), MAX_FRAME_BLOCKS)
+        if request.whole:
+            return self._frames(request, step, partial(self._read, request, files), in_messages)
+        step = max(1, min(step, _READ_PER_FRAME_BYTES // request.block_bytes))
+        scratch = memoryview(bytearray(max(1, _SCRATCH_BYTES // request.block_bytes) * request.block_bytes))
+        return self._frames(request, step, partial(self._read_parts, request, files, scratch), in_messages)
 
-    def _frames(self, request: ReadRequest, files: _Files, in_messages: bool) -> Iterator[ReadFrame]:
-        step = min(MAX_FRAME_DATA_BYTES // request.block_bytes, MAX_FRAME_BLOCKS)
+    def _frames(self, request: ReadRequest, step: int, read: _Read, in_messages: bool) -> Iterator[ReadFrame]:
         # The first frame is short, so that the others are read while it travels.
         end = min(max(1, step // _FIRST_FRAME_DIVISOR), len(request.slots))
-        yield self._frame(request, files, range(end), in_messages)
+        yield self._frame(request, range(end), read, in_messages)
         for first in range(end, len(request.slots), step):
-            yield self._frame(request, files, range(first, min(first + step, len(request.slots))), in_messages)
+            yield self._frame(request, range(first, min(first + step, len(request.slots))), read, in_messages)
 
-    def _frame(self, request: ReadRequest, files: _Files, indices: range, in_messages: bool) -> ReadFrame:
-        size = request.block_bytes
+    def _frame(self, request: ReadRequest, indices: range, read: _Read, in_messages: bool) -> ReadFrame:
+        size = len(request.part)
         message = MessageBuffer(len(indices) * size) if in_messages else None
         view = message.view() if message is not None else memoryview(bytearray(len(indices) * size))
-        checksums, misses = self._read(request, files, indices, view)
+        checksums, misses = read(indices, view)
         blocks = [request.first_block + index for index in checksums]
         sums = list(checksums.values())
         if not misses and message is not None:
@@ -111,9 +128,32 @@ class BlockReader:
             if misses:
                 yield ReadFrame([], [], 0, [], 0, misses)
                 continue
-            for offset in range(0, request.block_bytes, MAX_FRAME_DATA_BYTES):
-                part = buffer[offset : offset + MAX_FRAME_DATA_BYTES]
-                yield ReadFrame([block], [checksums[index]], offset, [part], len(part), [])
+            part = buffer[request.part.start : request.part.stop]
+            checksum = checksums[index] if request.whole else block_checksum(part, request.prefix_hash(index))
+            for offset in range(0, len(part), MAX_FRAME_DATA_BYTES):
+                data = part[offset : offset + MAX_FRAME_DATA_BYTES]
+                yield ReadFrame([block], [checksum], offset, [data], len(data), [])
+
+    def _read_parts(
+        self, request: ReadRequest, files: _Files, scratch: memoryview, indices: range, buffer: memoryview
+    ) -> tuple[dict[int, int], list[Miss]]:
+        """As `_read`, but of each block only the part wanted comes into `buffer`, with a checksum of its own.
+
+        That is of the very bytes that were checked as a part of their block, so nothing can happen to them in between unseen.
+        """
+        size, step = len(request.part), len(scratch) // request.block_bytes
+        sums: dict[int, int] = {}
+        misses: list[Miss] = []
+        for first in range(indices.start, indices.stop, step):
+            whole, missed = self._read(request, files, range(first, min(first + step, indices.stop)), scratch)
+            misses += missed
+            for index in whole:
+                start = (index - first) * request.block_bytes
+                part = scratch[start + request.part.start : start + request.part.stop]
+                sums[index] = block_checksum(part, request.prefix_hash(index))
+                at = (index - indices.start) * size
+                buffer[at : at + size] = part
+        return sums, misses
 
     def _read(
         self, request: ReadRequest, files: _Files, indices: range, buffer: memoryview

@@ -29,8 +29,8 @@ def in_use(port: int) -> bool:
 @pytest.mark.skipif(in_use(7420) or in_use(7421), reason="the default ports, which the README uses, are taken")
 def test_the_readmes_first_hit(tmp_path):
     server_block, client_block = blocks("sh")
-    (program,) = blocks("python")
-    (tmp_path / "first_hit.py").write_text(program)
+    program, awaited = blocks("python")
+    (tmp_path / "first_hit.py").write_text(program + awaited)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     # Installing is what made the environment this runs in.
     (server_command,) = [line for line in server_block.splitlines() if not line.startswith("pip install")]
@@ -56,6 +56,7 @@ def test_the_readmes_first_hit(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "7 stored, 0 were there, 0 rejected" in done.stdout
         assert "7 of 7 blocks hit, verified in place" in done.stdout
+        assert "\n7 blocks hit\n" in done.stdout
         assert "my-model" in done.stdout
     finally:
         server.send_signal(signal.SIGTERM)

@@ -19,6 +19,7 @@ from kvstore_api.limits import MAX_CHAIN_BLOCKS, MAX_FRAME_DATA_BYTES, MAX_MESSA
 from kvstore_api.namespace import KvGroup, KvGroupKind, NamespaceSpec, ReplayMode
 from kvstore_api.v1 import admin_pb2, types_pb2
 from kvstore_api.v1 import block_store_pb2 as pb
+from kvstore_client.hashing import prefix_hashes, prefix_seed
 from serving import RunningServer, running_server
 from third_party import (
     EXISTS,
@@ -96,6 +97,20 @@ def test_blocks_of_any_size_pass_both_ways(client, size):
     assert found == {block: block_of(chain[block], size) for block in range(1, 5)}
 
 
+@pytest.mark.parametrize("size", [5000, REFERENCE_BLOCK_BYTES, 2 * MAX_FRAME_DATA_BYTES + 5])
+@pytest.mark.parametrize("leased", [False, True])
+def test_a_part_of_each_block_comes_as_if_blocks_consisted_of_it(client, size, leased):
+    namespace = client.register(make_spec(size, "parts"))
+    chain = make_chain(f"parts {size}", 60 if size < MAX_FRAME_DATA_BYTES else 4)
+    client.put_blocks(namespace, chain[:-1], size)
+    lease = client.match(namespace, chain).lease if leased else b""
+    for offset, part in [(0, 1), (1000, 2500), (size - 7, 0), (size - 7, 7), (3, size - 3), (0, size)]:
+        found, misses = client.get(namespace, chain, 1, lease, part_offset_bytes=offset, part_bytes=part)
+        end = offset + part if part else size
+        assert found == {block: block_of(chain[block], size)[offset:end] for block in range(1, len(chain) - 1)}
+        assert misses == {len(chain) - 1: "NOT_FOUND"}
+
+
 def test_a_put_of_a_later_part_joins_the_earlier_one(client, small):
     chain = make_chain("parts", 10)
     client.put_blocks(small, chain[:4], 1000)
@@ -138,6 +153,77 @@ def test_a_window_group_gets_a_resume_plan(client):
     client.put_blocks(namespace, chain, 1000)
     plan = client.match(namespace, chain).plan
     assert (plan.hit_tokens, plan.replay_start_token, plan.mode) == (512, 384, types_pb2.REPLAY_MODE_BOUNDED)
+
+
+def group_of(name: str, layer: int, kind: KvGroupKind, rule: ReplayMode, **fields: int) -> KvGroup:
+    return KvGroup(name, kind, (layer,), replay_rule=rule, **fields)
+
+
+def with_states(client: Client, name: str, groups: tuple[KvGroup, ...], blocks: int) -> tuple[bytes, list[bytes]]:
+    """A namespace with these groups beside a full one, and a chain of so many stored blocks."""
+    namespace = client.register(make_spec(1000, name, groups=(KvGroup("full", KvGroupKind.FULL, (0,)), *groups)))
+    chain = make_chain(name, blocks + 2)
+    client.put_blocks(namespace, chain[:blocks], 1000)
+    return namespace, chain
+
+
+def save(client: Client, namespace: bytes, prefix_hash: bytes, name: str) -> None:
+    messages = state_messages(namespace, prefix_hash, name, block_of(prefix_hash, 3000))
+    assert client.blocks.PutState(iter(messages)).result.status == STORED
+
+
+@pytest.mark.parametrize(
+    ("full", "first", "second", "end"),
+    [(3, {3}, {3}, 3), (3, {3}, {2}, 0), (3, {1, 3}, {1, 2}, 1), (2, {3}, {3}, 0), (5, {1, 2, 4}, {2, 3, 5}, 2)],
+)
+def test_a_hit_ends_where_every_state_group_has_its_state(client, full, first, second, end):
+    states = [group_of(name, layer, KvGroupKind.STATE, ReplayMode.SNAPSHOT) for layer, name in [(1, "a"), (2, "b")]]
+    namespace, chain = with_states(client, f"ends {full} {first} {second}", tuple(states), full)
+    for name, ends in [("a", first), ("b", second)]:
+        for blocks in ends:
+            save(client, namespace, chain[blocks - 1], name)
+    match = client.match(namespace, chain)
+    expected = types_pb2.ResumePlan(
+        hit_tokens=end * 128, replay_start_token=end * 128, mode=types_pb2.REPLAY_MODE_SNAPSHOT if end else 0
+    )
+    assert (match.hit_length_blocks, match.plan, bool(match.lease)) == (end, expected, bool(end))
+    assert len(client.get(namespace, chain[:full], lease=match.lease)[0]) == full
+    if end:
+        assert get_state(client, namespace, chain[end - 1], "a") == block_of(chain[end - 1], 3000)
+
+
+@pytest.mark.parametrize(
+    ("rule", "start", "mode"),
+    [
+        (ReplayMode.BOUNDED, 512 - 131, types_pb2.REPLAY_MODE_BOUNDED),
+        (ReplayMode.EXACT, 512 - 256, types_pb2.REPLAY_MODE_EXACT),
+        (ReplayMode.SNAPSHOT, 512 - 256, types_pb2.REPLAY_MODE_EXACT),
+    ],
+)
+def test_the_span_that_a_namespace_asks_for_is_in_the_plan(client, rule, start, mode):
+    """As speculative decoding does, which needs a few tokens more than a window."""
+    swa = group_of("swa", 1, KvGroupKind.SLIDING_WINDOW, rule, window_tokens=128, replay_tokens=131)
+    namespace, chain = with_states(client, f"span {rule}", (swa,), 4)
+    plan = types_pb2.ResumePlan(hit_tokens=512, replay_start_token=start, mode=mode)
+    assert client.match(namespace, chain).plan == plan
+    assert client.match(namespace, chain[:1]).hit_length_blocks == 0, "there would be nothing left of it"
+
+
+def test_prefixes_that_end_in_the_same_tokens_keep_separate_snapshots(client):
+    swa = group_of("swa", 1, KvGroupKind.SLIDING_WINDOW, ReplayMode.SNAPSHOT, window_tokens=128)
+    namespace = client.register(make_spec(1000, "same end", groups=(KvGroup("full", KvGroupKind.FULL, (0,)), swa)))
+    last = list(range(128))
+    chains = [list(prefix_hashes(prefix_seed(namespace), [first] * 128 + last)) for first in (1, 2)]
+    assert chains[0][1] != chains[1][1]
+    for chain in chains:
+        client.put_blocks(namespace, chain, 1000)
+    save(client, namespace, chains[0][1], "swa")
+    modes = [client.match(namespace, chain).plan.mode for chain in chains]
+    assert modes == [types_pb2.REPLAY_MODE_SNAPSHOT, types_pb2.REPLAY_MODE_EXACT]
+    assert get_state(client, namespace, chains[1][1], "swa") is None
+    save(client, namespace, chains[1][1], "swa")
+    states = [get_state(client, namespace, chain[1], "swa") for chain in chains]
+    assert states == [block_of(chain[1], 3000) for chain in chains]
 
 
 def test_many_thousand_blocks_in_one_call(client):
@@ -499,6 +585,17 @@ BAD_CALLS: dict[str, tuple[Callable[[Client, bytes, list[bytes]], object], grpc.
         "INVALID_ARGUMENT",
         "3 blocks",
     ),
+    **{
+        f"get: part {part}": (
+            lambda client, namespace, chain, part=part: client.get(
+                namespace, chain, part_offset_bytes=part[0], part_bytes=part[1]
+            ),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "INVALID_ARGUMENT",
+            f"from byte {part[0]} on is asked for, but blocks have 1000 bytes",
+        )
+        for part in [(1000, 0), (1000, 1), (0, 1001), (999, 2), (2**64 - 1, 2**64 - 1)]
+    },
     "register: incomplete spec": (
         lambda client, namespace, chain: client.blocks.RegisterNamespace(
             pb.RegisterNamespaceRequest(spec=types_pb2.NamespaceSpec(model="m"))

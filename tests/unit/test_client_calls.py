@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import math
 import os
+import signal
 import socket
 import struct
 import threading
 import time
-from contextlib import contextmanager
 
 import grpc
 import pytest
@@ -58,14 +57,14 @@ def peer():
         yield server
 
 
-@contextmanager
-def client_of(target: str, **settings):
-    with KVStoreClient(ClientConfig(target=target, **{"base_budget_s": 30, **settings})) as client:
-        yield client
+@pytest.fixture
+def client_of(door):
+    """A client in either shape, as a context."""
+    return lambda target, **settings: door(ClientConfig(target=target, **{"base_budget_s": 30, **settings}))
 
 
 @pytest.fixture
-def namespace(peer):
+def namespace(peer, client_of):
     with client_of(peer.target) as client:
         yield client.namespace(SPEC)
 
@@ -95,7 +94,9 @@ def state(data: bytes, /, **fields) -> pb.GetStateResponse:
 
 def test_every_call_of_the_namespace_is_tried():
     public = {name for name, value in vars(type(KVStoreClient().namespace(SPEC))).items() if callable(value)}
-    assert {name for name in public if not name.startswith("_")} - {"chain", "register"} == set(CALLS)
+    assert {name for name in public if not name.startswith("_")} - {"chain", "register", "cut_off", "budget_s"} == set(
+        CALLS
+    )
 
 
 @every_call
@@ -139,17 +140,17 @@ def test_budget_that_is_no_time_is_refused(peer, namespace, call, budget_s, erro
 
 
 @every_call
-def test_default_budget_ends_a_call_on_a_stalled_server(peer, call):
+def test_default_budget_ends_a_call_on_a_stalled_server(peer, call, door):
     method, make = CALLS[call]
     peer.answers[method] = lambda *_: iter([peer.stall()]) if method.startswith("Get") else peer.stall()
-    with KVStoreClient(ClientConfig(target=peer.target)) as client:
+    with door(ClientConfig(target=peer.target)) as client:
         namespace = client.namespace(SPEC)
         assert namespace.register(budget_s=30) is None
         assert make(namespace).failure.reason == "DEADLINE"
 
 
 @every_call
-def test_dead_server_is_a_failure_at_once(call):
+def test_dead_server_is_a_failure_at_once(call, client_of):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: connecting is refused
         with client_of(address_of(closed)) as client:
@@ -175,6 +176,7 @@ def test_server_without_the_method_is_a_configuration_error(peer, namespace, cal
 STATUSES = {
     "OVERLOADED": (grpc.StatusCode.UNAVAILABLE, "OVERLOADED", "kvstore"),
     "STORAGE_ERROR": (grpc.StatusCode.INTERNAL, "STORAGE_ERROR", "kvstore"),
+    "DEADLINE": (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "kvstore"),  # the server has noticed first
     "UNREACHABLE": (grpc.StatusCode.UNAVAILABLE, "INVALID_ARGUMENT", "example.org"),
     "DATA_LOSS": (grpc.StatusCode.DATA_LOSS, "no stable name", "kvstore"),
     "INTERNAL": (grpc.StatusCode.INTERNAL, "OK", "kvstore"),
@@ -412,6 +414,30 @@ WRONG_ARGUMENTS = {
         lambda n: n.put(CHAIN, bytes(2 * SIZE), first_block=3),
     ),
     "half a block": (ValueError, "multiple of 100", lambda n: n.put(CHAIN, bytes(SIZE + 1))),
+    "out for whole blocks instead of parts": (
+        ValueError,
+        "out has 400 bytes",
+        lambda n: n.get(CHAIN, bytearray(4 * SIZE), part=(0, 1)),
+    ),
+    "part before the block": (
+        ValueError,
+        "part is 1 bytes from byte -1",
+        lambda n: n.get(CHAIN, bytearray(4), part=(-1, 1)),
+    ),
+    "part past the block's end": (
+        ValueError,
+        "in a block of 100",
+        lambda n: n.get(CHAIN, bytearray(8), part=(SIZE - 1, 2)),
+    ),
+    "part far past the block's end": (
+        ValueError,
+        "in a block of 100",
+        lambda n: n.get(CHAIN, bytearray(4), part=(1 << 70, 1)),
+    ),
+    "empty part": (ValueError, "part is 0 bytes", lambda n: n.get(CHAIN, b"", part=(0, 0))),
+    "part that is no pair": (TypeError, "part is 5", lambda n: n.get(CHAIN, bytearray(20), part=5)),
+    "part of three": (TypeError, "offset_bytes, size_bytes", lambda n: n.get(CHAIN, bytearray(4), part=(0, 1, 2))),
+    "part in fractions": (TypeError, "part's size_bytes", lambda n: n.get(CHAIN, bytearray(4), part=(0, 1.0))),
     "out too small": (ValueError, "out has 100 bytes", lambda n: n.get(CHAIN, bytearray(SIZE))),
     "hash cut short": (ValueError, "prefix_hash", lambda n: n.get_state(CHAIN[0][:31], "tail", max_bytes=1)),
     "empty name": (ValueError, "name has 0 bytes", lambda n: n.put_state(CHAIN[0], "", b"abc")),
@@ -436,13 +462,13 @@ def test_mistake_of_the_caller_is_raised_before_anything_is_sent(peer, namespace
     assert peer.calls == []
 
 
-def test_incomplete_spec_is_refused_by_its_field():
-    with KVStoreClient() as client, pytest.raises(NamespaceSpecError, match="revision is empty"):
+def test_incomplete_spec_is_refused_by_its_field(door):
+    with door() as client, pytest.raises(NamespaceSpecError, match="revision is empty"):
         client.namespace(NamespaceSpec(model="m", revision="", engine="e", layout="l", kv_dtype="d", block_bytes=1))
 
 
-def test_handle_says_what_its_namespace_is_and_hashes_in_it():
-    with KVStoreClient() as client:
+def test_handle_says_what_its_namespace_is_and_hashes_in_it(door):
+    with door() as client:
         namespace = client.namespace(SPEC)
     assert (namespace.spec, namespace.digest) == (SPEC, SPEC.digest())
     assert (namespace.block_bytes, namespace.block_tokens) == (SIZE, 128)
@@ -483,6 +509,10 @@ def test_token_ids_that_are_no_list_are_refused_by_name(namespace, token_ids):
         ({"register_timeout_s": 0}, "register_timeout_s"),
         ({"connect_timeout_s": 0.01}, "connect_timeout_s"),
         ({"reconnect_backoff_max_s": 1000}, "reconnect_backoff_max_s"),
+        ({"breaker_probe_s": 0}, "breaker_probe_s"),
+        ({"breaker_failures": -1}, "breaker_failures"),
+        ({"breaker_failures": 1.5}, "breaker_failures"),
+        ({"breaker_failures": True}, "breaker_failures"),
     ],
 )
 def test_impossible_setting_is_refused_by_its_name(settings, field):
@@ -582,8 +612,8 @@ def test_keepalive_is_silent_between_calls_and_rarer_than_a_default_server_punis
 
 
 @every_call
-def test_use_after_close_is_raised(peer, call):
-    client = KVStoreClient(ClientConfig(target=peer.target))
+def test_use_after_close_is_raised(peer, call, door):
+    client = door(ClientConfig(target=peer.target))
     namespace = client.namespace(SPEC)
     client.close()
     client.close()
@@ -595,7 +625,7 @@ def test_use_after_close_is_raised(peer, call):
 
 
 @every_call
-def test_close_ends_a_call_under_way(peer, call):
+def test_close_ends_a_call_under_way(peer, call, client_of):
     method, make = CALLS[call]
     started, outcomes = threading.Event(), []
 
@@ -622,7 +652,7 @@ def test_interrupted_call_leaves_no_stream_behind(peer, namespace, call):
     def interrupt(_, context):
         context.add_callback(cancelled.set)
         time.sleep(0.2)  # until the caller waits; in the instant of starting, only the deadline would end the stream
-        _thread.interrupt_main()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return iter([peer.stall()]) if method.startswith("Get") else peer.stall()
 
     peer.answers[method] = interrupt
@@ -660,22 +690,22 @@ def test_calls_that_end_early_leave_no_threads_and_files_behind(peer, namespace)
         time.sleep(0.01)
 
 
-def test_outage_is_one_line_and_its_end_another(caplog):
+def test_outage_is_one_line_and_its_end_another(caplog, client_of):
     caplog.set_level(logging.INFO, "kvstore_client")
-    with wire_server() as peer, client_of(peer.target) as client:
+    with wire_server() as peer, client_of(peer.target, base_budget_s=0.05) as client:
         succeed(peer)
         namespace = client.namespace(SPEC)
-        assert namespace.match(CHAIN).failure is None
+        assert namespace.match(CHAIN, budget_s=30).failure is None
         target = peer.target
         peer.answers["MatchPrefix"] = peer.stall
-        assert [namespace.match(CHAIN, budget_s=0.05).failure.reason for _ in range(3)] == ["DEADLINE"] * 3
+        assert [namespace.match(CHAIN).failure.reason for _ in range(2)] == ["DEADLINE"] * 2
         peer.answers["MatchPrefix"] = lambda _, context: refuse(context, grpc.StatusCode.UNAVAILABLE, "OVERLOADED")
-        assert namespace.match(CHAIN).failure.reason == "OVERLOADED"
+        assert namespace.match(CHAIN, budget_s=30).failure.reason == "OVERLOADED"
     lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "kvstore_client"]
     assert len(lines) == 2
     assert lines[0][0] == "WARNING"
     assert f"store {target} does not answer: DEADLINE" in lines[0][1]
-    assert lines[1] == ("INFO", f"store {target} answers again, after 3 failed calls")
+    assert lines[1] == ("INFO", f"store {target} answers again, after 2 failed calls")
 
 
 @every_call
@@ -691,23 +721,26 @@ def test_callers_own_used_up_budget_is_no_outage(peer, namespace, caplog, call, 
     assert [record.getMessage() for record in caplog.records if record.name == "kvstore_client"] == []
 
 
-def test_used_up_budget_and_a_call_that_sends_nothing_do_not_end_an_outage(peer, namespace, caplog):
+def test_used_up_budget_and_a_call_that_sends_nothing_do_not_end_an_outage(peer, caplog, client_of):
     caplog.set_level(logging.INFO, "kvstore_client")
-    assert namespace.register() is None
-    peer.answers["MatchPrefix"] = peer.stall
-    assert namespace.match(CHAIN, budget_s=0.05).failure.reason == "DEADLINE"
-    assert namespace.match(CHAIN, budget_s=0).failure.reason == "DEADLINE"
-    assert namespace.register(budget_s=1) is None
+    with client_of(peer.target, base_budget_s=0.05) as client:
+        namespace = client.namespace(SPEC)
+        assert namespace.register(budget_s=30) is None
+        peer.answers["MatchPrefix"] = peer.stall
+        assert namespace.match(CHAIN).failure.reason == "DEADLINE"
+        assert namespace.match(CHAIN, budget_s=0).failure.reason == "DEADLINE"
+        assert namespace.register() is None
+        assert namespace.register(budget_s=1) is None
     assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
 
 
-def test_configured_budget_that_is_always_used_up_is_not_hidden(peer, caplog):
+def test_configured_budget_that_is_always_used_up_is_not_hidden(peer, caplog, client_of):
     with client_of(peer.target, base_budget_s=1e-9, budget_bandwidth_bytes_per_s=1e15) as client:
         assert client.namespace(SPEC).match(CHAIN).failure.reason == "DEADLINE"
     assert [record.levelname for record in caplog.records if record.name == "kvstore_client"] == ["WARNING"]
 
 
-def test_restarted_server_is_found_again():
+def test_restarted_server_is_found_again(client_of):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = address_of(probe)
@@ -739,7 +772,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("behaviour", PEERS)
-def test_peer_that_is_no_grpc_server_is_a_failure_within_the_budget(behaviour):
+def test_peer_that_is_no_grpc_server_is_a_failure_within_the_budget(behaviour, client_of):
     connections = []
 
     def serve():
@@ -763,7 +796,7 @@ def test_peer_that_is_no_grpc_server_is_a_failure_within_the_budget(behaviour):
     assert failure.reason in ("UNREACHABLE", "DEADLINE")
 
 
-def test_statistics_count_each_thing_once(peer):
+def test_statistics_count_each_thing_once(peer, client_of):
     succeed(peer)
     with client_of(peer.target) as client:
         namespace = client.namespace(SPEC)

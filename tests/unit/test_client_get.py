@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvstore_api.checksum import block_checksum
 from kvstore_api.v1 import block_store_pb2 as pb
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec, prefix_hashes
+from kvstore_client import ClientConfig, NamespaceSpec, prefix_hashes
 from kvstore_client.buffers import blocks_to_write
 from kvstore_client.errors import BadReplyError
 from kvstore_client.results import Failure
@@ -33,8 +33,8 @@ def peer():
 
 
 @pytest.fixture
-def namespace(peer):
-    with KVStoreClient(ClientConfig(target=peer.target, base_budget_s=30)) as client:
+def namespace(peer, door):
+    with door(ClientConfig(target=peer.target, base_budget_s=30)) as client:
         yield client.namespace(SPEC)
 
 
@@ -246,6 +246,41 @@ def test_request_names_the_chain_up_to_the_last_block_and_the_range(peer, namesp
     request = peer.requests[-1]
     assert (request.namespace, request.chain) == (SPEC.digest(), CHAIN.first(4).data)
     assert (request.first_block, request.block_count, request.lease) == (2, 2, b"token")
+
+
+@pytest.mark.parametrize("scattered", [False, True], ids=["one buffer", "a buffer per block"])
+def test_part_of_each_block_comes_as_if_blocks_were_that_part_alone(peer, namespace, scattered):
+    offset, size = 30, 25
+    parts = {position: GOOD[position][offset : offset + size] for position in ALL}
+    spoiled = {**parts, 6: bytes(size)}
+    peer.answers["GetBlocks"] = lambda *_: [
+        frame(CHAIN, {position: parts[position] for position in (1, 2, 3)}),
+        frame(CHAIN, {4: parts[4]}, data=parts[4][:10]),
+        frame(CHAIN, {4: parts[4]}, data=parts[4][10:], offset_bytes=10),
+        frame(CHAIN, {6: parts[6]}, data=spoiled[6]),
+        pb.GetBlocksResponse(misses=[{"block": 7, "reason": "EXPIRED"}]),
+        frame(CHAIN, {8: parts[8]}),
+    ]
+    whole = bytearray(size * COUNT)
+    out = [memoryview(whole)[i * size : (i + 1) * size] for i in range(COUNT)] if scattered else whole
+    result = namespace.get(CHAIN, out, first_block=FIRST, block_count=COUNT, part=(offset, size))
+    assert list(result.statuses) == ["OK"] * 4 + ["NO_RESULT", "CORRUPT", "EXPIRED", "OK"]
+    assert (peer.requests[-1].part_offset_bytes, peer.requests[-1].part_bytes) == (offset, size)
+    for index, status in enumerate(result.statuses):
+        if status == "OK":
+            assert whole[index * size : (index + 1) * size] == parts[FIRST + index]
+
+
+def test_server_that_sends_whole_blocks_for_parts_is_not_believed(peer, namespace):
+    peer.answers["GetBlocks"] = lambda *_: [frame(CHAIN, good(*ALL))]
+    result = namespace.get(CHAIN, bytearray(10 * COUNT), first_block=FIRST, block_count=COUNT, part=(0, 10))
+    assert (result.ok_blocks, result.failure.reason) == (0, "BAD_REPLY")
+
+
+def test_get_without_a_part_asks_for_whole_blocks(peer, namespace):
+    peer.answers["GetBlocks"] = lambda *_: [frame(CHAIN, good(1))]
+    assert namespace.get(CHAIN, bytearray(BLOCK_BYTES), first_block=1, block_count=1).leading_blocks == 1
+    assert (peer.requests[-1].part_offset_bytes, peer.requests[-1].part_bytes) == (0, 0)
 
 
 def test_budget_that_ends_in_the_middle_keeps_what_came(peer, namespace):

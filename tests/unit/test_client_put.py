@@ -11,7 +11,7 @@ import pytest
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import MAX_FRAME_BLOCKS, MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import block_store_pb2 as pb
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec, PutStatus, prefix_hashes
+from kvstore_client import ClientConfig, NamespaceSpec, PutStatus, prefix_hashes
 from kvstore_client.transfer import Outgoing
 from wire_server import refuse, wire_server
 
@@ -35,8 +35,8 @@ def peer():
 
 
 @pytest.fixture
-def client(peer):
-    with KVStoreClient(ClientConfig(target=peer.target, base_budget_s=30)) as client:
+def client(peer, door):
+    with door(ClientConfig(target=peer.target, base_budget_s=30)) as client:
         yield client
 
 

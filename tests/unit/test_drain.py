@@ -116,7 +116,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def drained(target: str, request: pytest.FixtureRequest) -> Iterator[Drained]:
-    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S)) as client:
+    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S)) as client:
         yield Drained(client, request.node.name)
 
 
@@ -190,7 +190,7 @@ import base64, json, sys
 sys.path[:0] = sys.argv[2:]
 import test_drain as t
 
-with t.KVStoreClient(t.ClientConfig(target=sys.argv[1], base_budget_s=t.PATIENCE_S)) as client:
+with t.KVStoreClient(t.ClientConfig(target=sys.argv[1], base_budget_s=t.PATIENCE_S, connect_timeout_s=t.PATIENCE_S)) as client:
     engine = t.make_engine(client, "processes")
     for length in (130, 300):
         engine.submit(t.prompt_of(length), t.SamplingParams(max_new_tokens=1500, temperature=0.7, seed=length))
@@ -216,7 +216,7 @@ def test_a_process_that_is_terminated_leaves_its_requests_to_another(target: str
         lines = [line for line in process.stdout if line != "decoding\n"]
     assert process.returncode == 0
     assert json.loads(lines.pop()) == [0, 2]
-    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S)) as client:
+    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S)) as client:
         heir = make_engine(client, "processes")
         moved = [heir.take_over(base64.b64decode(line)) for line in lines]
         while not all(request.generation or len(request.output) > 40 for request in moved):

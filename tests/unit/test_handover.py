@@ -107,7 +107,7 @@ def node(client: KVStoreClient, spec: NamespaceSpec) -> Callable[[], Node]:
 
 def patient_client(target: str) -> KVStoreClient:
     """A busy machine must not turn a hand-over into a recomputation here."""
-    return KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S))
+    return KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S))
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -178,7 +178,8 @@ def test_impossible_rank_is_refused(parallel, message):
     ("groups", "message"),
     [
         ((FULL, replace(FULL, layers=(7,))), "name is given twice"),
-        ((FULL, replace(WINDOW, layers=(2,))), "layer 2 is in 'full' and in 'swa'"),
+        ((FULL, replace(FULL, name="all", layers=(2,))), "layer 2 is in 'full' and in 'all', both FULL"),
+        ((WINDOW, replace(WINDOW, name="swa2", layers=(3,))), "layer 3 is in 'swa' and in 'swa2', both SLIDING_WINDOW"),
         ((replace(FULL, layers=(2, 0)),), "'full': layers must be ascending"),
         ((replace(FULL, layers=(2, 2)),), "'full': layers must be ascending"),
         ((replace(WINDOW, window_tokens=0),), "'swa': window_tokens is 0"),
@@ -192,6 +193,10 @@ def test_impossible_rank_is_refused(parallel, message):
 def test_contradictory_group_is_refused_by_name(groups, message):
     with pytest.raises(NamespaceSpecError, match=message):
         replace(SPEC, groups=groups).validate()
+
+
+def test_a_layer_may_have_compressed_kv_and_a_window():
+    replace(SPEC, groups=(FULL, replace(WINDOW, layers=(1, 2, 3)))).validate()
 
 
 def test_label_without_key_and_endless_label_are_refused():

