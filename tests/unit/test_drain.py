@@ -12,36 +12,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 import serving
-from kvstore_client import ClientConfig, KVStoreClient
 from kvstore_engine.drain import Drain
 from kvstore_engine.engine import Engine, NotAdmittingError, Request
 from kvstore_engine.identity import namespace_spec
-from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool
-from kvstore_engine.model import Llama, LlamaConfig, random_weights
-from kvstore_engine.prefix_cache import PrefixCache
 from kvstore_engine.sampling import SamplingParams
+from nodes import PATIENCE_S, Node, make_pool, patient_client, prompt_of, undisturbed
 from serving import running_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
+    from kvstore_client import KVStoreClient
+
 PARAMS = SamplingParams(max_new_tokens=20, temperature=0.7, seed=3)
-PATIENCE_S = 60
 
 
 class ManualClock:
@@ -55,24 +40,12 @@ class ManualClock:
 
 
 def make_engine(client: KVStoreClient, model_name: str) -> Engine:
-    pool = KVPool(num_blocks=32, layers=2, kv_heads=2, head_dim=8)
-    handle = client.namespace(namespace_spec(model_name, "weights-1", pool))
-    cache = PrefixCache(handle, block_tokens=BLOCK_TOKENS, block_bytes=pool.block_bytes)
-    model = Llama(CONFIG, random_weights(CONFIG, seed=5, tied=False))
-    return Engine(model, pool, prefix_cache=cache, max_running=2)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 211, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    handle = client.namespace(namespace_spec(model_name, "weights-1", make_pool()))
+    return Node(handle, num_blocks=32, max_running=2).engine
 
 
 def params_of(seed: int) -> SamplingParams:
     return replace(PARAMS, seed=seed)
-
-
-def undisturbed(prompt: list[int], params: SamplingParams) -> list[int]:
-    pool = KVPool(num_blocks=16, layers=2, kv_heads=2, head_dim=8)
-    return Engine(Llama(CONFIG, random_weights(CONFIG, seed=5, tied=False)), pool).generate(prompt, params).tokens
 
 
 class Drained:
@@ -116,7 +89,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def drained(target: str, request: pytest.FixtureRequest) -> Iterator[Drained]:
-    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S)) as client:
+    with patient_client(target) as client:
         yield Drained(client, request.node.name)
 
 
@@ -190,7 +163,7 @@ import base64, json, sys
 sys.path[:0] = sys.argv[2:]
 import test_drain as t
 
-with t.KVStoreClient(t.ClientConfig(target=sys.argv[1], base_budget_s=t.PATIENCE_S, connect_timeout_s=t.PATIENCE_S)) as client:
+with t.patient_client(sys.argv[1]) as client:
     engine = t.make_engine(client, "processes")
     for length in (130, 300):
         engine.submit(t.prompt_of(length), t.SamplingParams(max_new_tokens=1500, temperature=0.7, seed=length))
@@ -216,7 +189,7 @@ def test_a_process_that_is_terminated_leaves_its_requests_to_another(target: str
         lines = [line for line in process.stdout if line != "decoding\n"]
     assert process.returncode == 0
     assert json.loads(lines.pop()) == [0, 2]
-    with KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S)) as client:
+    with patient_client(target) as client:
         heir = make_engine(client, "processes")
         moved = [heir.take_over(base64.b64decode(line)) for line in lines]
         while not all(request.generation or len(request.output) > 40 for request in moved):

@@ -9,76 +9,24 @@ import pytest
 import torch
 
 from administering import ok_json
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec, PutReport, PutResult, PutStatus, StateResult
-from kvstore_engine.benefit import MinimumHit
-from kvstore_engine.engine import Engine, Generation, Request
+from kvstore_client import KVStoreClient, NamespaceSpec, PutReport, PutResult, PutStatus, StateResult
+from kvstore_engine.engine import Engine
 from kvstore_engine.identity import namespace_spec
-from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool
-from kvstore_engine.model import Llama, LlamaConfig, random_weights
-from kvstore_engine.prefix_cache import PrefixCache
+from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.ticket import TicketError, read_ticket, state_name, write_ticket
+from nodes import Node, Without, make_pool, patient_client, prompt_of, undisturbed
 from serving import running_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from kvstore_client import Chain
-    from kvstore_engine.model import Span
     from serving import RunningServer
 
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
-WEIGHTS = random_weights(CONFIG, seed=5, tied=False)
 GREEDY = SamplingParams(max_new_tokens=12)
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, top_k=50, top_p=0.9, seed=7)
-PATIENCE_S = 60
-
-
-class CountingLlama(Llama):
-    """The model, with a count of the tokens it computed."""
-
-    computed_tokens = 0
-
-    def forward(self, token_ids: Sequence[int], spans: Sequence[Span], pool: KVPool, **options: Any) -> torch.Tensor:
-        self.computed_tokens += len(token_ids)
-        return super().forward(token_ids, spans, pool, **options)
-
-
-class Node:
-    """An engine with a model, a pool and a prefix cache of its own, as in a process of its own."""
-
-    def __init__(self, handle: Any, *, num_blocks: int = 16) -> None:
-        self.model = CountingLlama(CONFIG, WEIGHTS)
-        self.pool = KVPool(num_blocks=num_blocks, layers=2, kv_heads=2, head_dim=8)
-        self.pool.kv.fill_(float("nan"))  # reading KV that nobody computed or loaded spoils everything after
-        self.cache = PrefixCache(
-            handle, block_tokens=BLOCK_TOKENS, block_bytes=handle.block_bytes, benefit=MinimumHit(1)
-        )
-        self.engine = Engine(self.model, self.pool, prefix_cache=self.cache)
-
-    def until(self, request: Request, output_tokens: int) -> Request:
-        while len(request.output) < output_tokens:
-            self.engine.step()
-        return request
-
-    def finish(self, request: Request) -> Generation:
-        while request.generation is None:
-            self.engine.step()
-        assert self.cache.flush(PATIENCE_S)
-        assert self.pool.free_blocks == self.pool.num_blocks
-        return request.generation
 
 
 @pytest.fixture(scope="module")
@@ -97,27 +45,12 @@ def client(server: RunningServer) -> Iterator[KVStoreClient]:
 @pytest.fixture
 def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
     """A namespace of the test's own."""
-    return namespace_spec(request.node.name, "weights-1", KVPool(num_blocks=1, layers=2, kv_heads=2, head_dim=8))
+    return namespace_spec(request.node.name, "weights-1", make_pool())
 
 
 @pytest.fixture
 def node(client: KVStoreClient, spec: NamespaceSpec) -> Callable[[], Node]:
     return lambda: Node(client.namespace(spec))
-
-
-def patient_client(target: str) -> KVStoreClient:
-    """A busy machine must not turn a hand-over into a recomputation here."""
-    return KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S, connect_timeout_s=PATIENCE_S))
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 211, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def undisturbed(prompt: list[int], params: SamplingParams) -> list[int]:
-    """What one engine says that nothing is stored for and nothing taken from."""
-    pool = KVPool(num_blocks=16, layers=2, kv_heads=2, head_dim=8)
-    return Engine(Llama(CONFIG, WEIGHTS), pool).generate(prompt, params).tokens
 
 
 # Prompt tokens + output tokens - 1 are computed: tails of 0, 1 and 127 tokens, behind a block or without one.
@@ -227,17 +160,6 @@ def test_kv_of_another_salt_adapter_or_image_is_never_taken_over(
         assert moved.recomputed_tokens == recomputed
 
 
-class Without:
-    """A namespace handle that lacks some of its calls' effects; all other calls are the real one's."""
-
-    def __init__(self, real: Any, **replaced: Callable[..., Any]) -> None:
-        self._real = real
-        self._replaced = replaced
-
-    def __getattr__(self, name: str) -> Any:
-        return self._replaced.get(name) or getattr(self._real, name)
-
-
 def no_state(*_: object, **__: object) -> StateResult:
     return StateResult(None, "NOT_FOUND")
 
@@ -291,20 +213,28 @@ def test_without_a_store_the_ticket_is_valid_and_all_is_computed_again(
         assert first.pool.free_blocks == first.pool.num_blocks
 
 
+@pytest.mark.parametrize("already", [None, "chatbot"], ids=["new", "there for another class"])
 @pytest.mark.parametrize("traffic_class", [None, "agent", "handoff"])
 def test_blocks_are_kept_for_the_hand_over_and_for_their_own_class(
-    server: RunningServer, node: Callable[[], Node], traffic_class: str | None, spec: NamespaceSpec
+    server: RunningServer,
+    node: Callable[[], Node],
+    traffic_class: str | None,
+    already: str | None,
+    spec: NamespaceSpec,
+    client: KVStoreClient,
 ):
-    prompt, first = prompt_of(400), node()
-    own_class = traffic_class or "agent"
+    prompt, (first, other) = prompt_of(400), (node(), node())
     request = first.until(first.engine.submit(prompt, GREEDY, traffic_class=traffic_class), 1)
+    if already is not None:
+        other.finish(other.engine.submit(prompt, GREEDY, traffic_class=already))
     first.engine.hand_over(request)
-    chain = first.cache._namespace.chain(prompt)
+    chain = client.namespace(spec).chain(prompt)
     for block in range(3):
         found = ok_json(server, "block", "show", chain[block].hex())["blocks"]
         (shown,) = (each for each in found if not each["state_object"])
         assert shown["namespace"] == spec.digest().hex()
-        assert {use["traffic_class"] for use in shown["uses"]} == {own_class, "handoff"}
+        used_by = {use["traffic_class"] for use in shown["uses"]}
+        assert used_by == {traffic_class or "agent", "handoff", already} - {None}
 
 
 def refusing(handle: Any) -> Without:
