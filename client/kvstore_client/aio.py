@@ -388,9 +388,8 @@ async def _register(step: RegisterStep, channel: LoopChannel, timeout_s: float) 
     if pending is None or pending.done():
         pending = asyncio.ensure_future(_registration(step, channel))
         channel.registering[step.digest] = pending
-    done, _ = await asyncio.wait(
-        (pending,), timeout=timeout_s
-    )  # neither its end nor a cancellation ends the registration
+    # Neither the end of this wait nor its cancellation ends the registration.
+    done, _ = await asyncio.wait((pending,), timeout=timeout_s)
     if not done:
         raise CallFailedError(step.budget.failure())
     outcome = _CLOSED if pending.cancelled() else pending.result()

@@ -19,7 +19,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Literal, get_args
 
-from kvstore_client.results import BREAKER_OPEN, DEADLINE, UNREACHABLE, Failure
+from kvstore_client.results import BREAKER_OPEN, DEADLINE, FORKING, UNREACHABLE, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +46,8 @@ TRIAL_S = 1.0
 _OUTAGE = frozenset({UNREACHABLE, "NOT_SERVING"})
 # The second is what a server says that noticed the end of the call's time before the client did.
 _SILENCE = frozenset({DEADLINE, "DEADLINE_EXCEEDED"})
-# Never asked, or ended by this side.
-_NO_EVIDENCE = frozenset({BREAKER_OPEN, "CANCELLED"})
+# Never asked, held up or ended by this side.
+_NO_EVIDENCE = frozenset({BREAKER_OPEN, FORKING, "CANCELLED"})
 
 _LOGGER = logging.getLogger("kvstore_client")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -34,9 +33,9 @@ class _Process:
     def __init__(self) -> None:
         # Its lock can be taken again by a thread that holds it: a signal handler may call or fork in the middle of the lines below.
         self.changed = threading.Condition()
-        self.calls: Counter[int] = Counter()  # thread -> blocking calls; guarded by `changed`, as is the rest
+        self.calls: dict[int, int] = {}  # thread -> blocking calls; guarded by `changed`, as is the rest
         self.background = 0  # calls that no thread waits for
-        self.forking: Counter[int] = Counter()  # threads that are about to fork
+        self.forking: dict[int, int] = {}  # threads that are about to fork
 
 
 class ForkGate:
@@ -58,7 +57,7 @@ class ForkGate:
         with process.changed:
             if process.forking and not self._may_pass(process, me):
                 self._wait_for_forks(process, budget)
-            process.calls[me] += 1
+            process.calls[me] = process.calls.get(me, 0) + 1
         try:
             yield
         finally:
@@ -66,7 +65,8 @@ class ForkGate:
             if process is self._process:
                 with process.changed:
                     _take_off(process.calls, me)
-                    process.changed.notify_all()
+                    if process.forking:
+                        process.changed.notify_all()
 
     def background_call(self) -> Callable[[], None]:
         """A call that goes on by itself: to be made inside of `call`. The answer is to be called once when it has ended."""
@@ -91,7 +91,7 @@ class ForkGate:
         """Before a fork, on the thread that forks: wait for the calls of all others."""
         process, me = self._process, threading.get_ident()
         with process.changed:
-            process.forking[me] += 1
+            process.forking[me] = process.forking.get(me, 0) + 1
             if not process.changed.wait_for(lambda: not _others(process, me), self._fork_wait_s):
                 _LOGGER.warning(
                     "forking although %d calls have not ended in %g s: the child may die by a signal inside gRPC",
@@ -128,10 +128,10 @@ def _others(process: _Process, me: int) -> int:
     return under_way + process.background
 
 
-def _take_off(counts: Counter[int], thread: int) -> None:
-    counts[thread] -= 1
-    if counts[thread] <= 0:
-        del counts[thread]
+def _take_off(counts: dict[int, int], thread: int) -> None:
+    left = counts.pop(thread, 0) - 1
+    if left > 0:
+        counts[thread] = left
 
 
 GATE = ForkGate()

@@ -20,6 +20,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from kvstore_api.limits import MAX_STATE_BYTES
@@ -47,7 +48,7 @@ from kvstore_engine.saving import SaveJob, SaveQueue
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kvstore_client import Chain, KVStoreClient, NamespaceHandle, NamespaceSpec, PrefixHash
+    from kvstore_client import BlockLayout, Chain, KVStoreClient, NamespaceHandle, NamespaceSpec, PrefixHash
     from kvstore_client.breaker import Lane
     from kvstore_engine.benefit import BenefitRule
     from kvstore_engine.hook import RequestContext
@@ -94,6 +95,7 @@ class PrefixCache:
         block_tokens: int,
         block_bytes: int,
         state_bytes: int = MAX_STATE_BYTES,
+        layout: BlockLayout | None = None,
         benefit: BenefitRule | None = None,
         max_put_bytes: int = MAX_PUT_BYTES,
         max_pending_save_bytes: int = MAX_PENDING_SAVE_BYTES,
@@ -103,14 +105,18 @@ class PrefixCache:
         Args:
             block_tokens, block_bytes: the engine's own block size, which the views it lends have.
             state_bytes: the largest state that a KV group has; the time to fetch one is made for this size.
+            layout: in which parts blocks are loaded, so that the engine can begin with the layers of the first before the last
+                is there. None, or a layout of one part: as a whole, which is the least work for the store.
             benefit: when a hit is used; by default, when loading is expected to be faster than computing, as measured.
             max_put_bytes: bytes in one put; but a put has at least one block.
             max_pending_save_bytes: bytes of saves under way; what does not fit is dropped and counted.
         Raises: ValueError: the engine's blocks are not the namespace's.
         """
-        _check_block_size(namespace, block_tokens, block_bytes)
+        _check_block_size(namespace, block_tokens, block_bytes, layout)
         self._namespace = namespace
         self._state_bytes = state_bytes
+        self._parts = _ranges(layout, block_bytes)
+        self._part_of_layer = _parts_of_layers(layout)
         self._benefit = benefit if benefit is not None else MeasuredBenefit()
         self._put_blocks = max(1, max_put_bytes // block_bytes)
         self._max_pending_save_bytes = max_pending_save_bytes
@@ -130,6 +136,7 @@ class PrefixCache:
         block_tokens: int,
         block_bytes: int,
         state_bytes: int = MAX_STATE_BYTES,
+        layout: BlockLayout | None = None,
         benefit: BenefitRule | None = None,
     ) -> PrefixCache:
         """Make a cache at an engine's start, and find out whether it can work as configured.
@@ -145,6 +152,7 @@ class PrefixCache:
             block_tokens=block_tokens,
             block_bytes=block_bytes,
             state_bytes=state_bytes,
+            layout=layout,
             benefit=benefit,
         )
         cache.check()
@@ -183,7 +191,7 @@ class PrefixCache:
         asked_blocks = min(self.usable_blocks(len(prompt)), len(views))
         load = Load(
             views[:asked_blocks],
-            part_of_layer=lambda _layer: 0,
+            part_of_layer=lambda layer: self._part_of_layer.get(layer, -1) if self._part_of_layer else 0,
             start_budget_s=self._namespace.budget_s(0),
             on_wait=self._book.waited,
         )
@@ -307,14 +315,23 @@ class PrefixCache:
             self._benefit.note_look_up(time.monotonic() - began)
         return match
 
-    def load_blocks(self, chain: Chain, views: Sequence[memoryview], lease: bytes) -> tuple[int, str]:
-        """Bring the first blocks of `chain` into `views`.
+    def load_blocks(
+        self,
+        chain: Chain,
+        views: Sequence[memoryview],
+        lease: bytes,
+        part: tuple[int, int] | None = None,
+        budget_s: float | None = None,
+    ) -> tuple[int, str]:
+        """Bring the first blocks of `chain`, or a part of each, into `views`.
 
         Returns: how many blocks from the first on are valid, and the reason why the next one is not: "" if there is
             none. Blocks behind a bad one do not count even if they came: without it their KV is of no use.
         """
         try:
-            result = self._namespace.get(chain, list(views), block_count=len(views), lease=lease)
+            result = self._namespace.get(
+                chain, list(views), block_count=len(views), lease=lease, part=part, budget_s=budget_s
+            )
         except Exception as error:
             result = GetResult((), _failure(error))
         self._note("load", result.failure)
@@ -457,11 +474,30 @@ class PrefixCache:
 
     def _load_timed(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
         began = time.monotonic()
-        loaded_blocks, gap = self.load_blocks(chain, load.views[: len(chain)], lease)
+        if len(self._parts) == 1:
+            loaded_blocks, gap = self.load_blocks(chain, load.views[: len(chain)], lease)
+            if not gap:
+                load.part_there()
+        else:
+            loaded_blocks, gap = self._load_parts(load, chain, lease)
         self._benefit.note_load(loaded_blocks * self._namespace.block_bytes, time.monotonic() - began)
-        if not gap:
-            load.part_there()
         return loaded_blocks, gap
+
+    def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
+        """One part of all blocks after the other, in one budget. A block of which a part is missing does not count."""
+        end_s = time.monotonic() + self._namespace.budget_s(len(chain) * self._namespace.block_bytes)
+        valid, gap = len(chain), ""
+        for offset, size in self._parts:
+            if load.given_up:
+                return 0, CANCELLED
+            views = [view[offset : offset + size] for view in load.views[:valid]]
+            valid, end = self.load_blocks(chain.first(valid), views, lease, (offset, size), end_s - time.monotonic())
+            gap = end or gap
+            if not valid:
+                break
+            if not gap:
+                load.part_there()
+        return valid, gap
 
     # Saves, on the saving thread
 
@@ -621,7 +657,21 @@ def _first_rejection(report: PutReport) -> Failure | None:
     return None
 
 
-def _check_block_size(namespace: NamespaceHandle, block_tokens: int, block_bytes: int) -> None:
+def _ranges(layout: BlockLayout | None, block_bytes: int) -> list[tuple[int, int]]:
+    """Where the parts of a block begin and their bytes; padding belongs to the part before it, so that all bytes come."""
+    cuts = [0, *(part.offset_bytes for part in layout.parts[1:])] if layout is not None else [0]
+    return [(start, end - start) for start, end in pairwise([*cuts, block_bytes])]
+
+
+def _parts_of_layers(layout: BlockLayout | None) -> dict[int, int]:
+    if layout is None:
+        return {}
+    return {layer: number for number, part in enumerate(layout.parts) for layer in part.layers}
+
+
+def _check_block_size(
+    namespace: NamespaceHandle, block_tokens: int, block_bytes: int, layout: BlockLayout | None
+) -> None:
     if block_tokens != namespace.block_tokens:
         raise ValueError(
             f"the engine's blocks hold {block_tokens} tokens and the store's {namespace.block_tokens}: "
@@ -631,3 +681,5 @@ def _check_block_size(namespace: NamespaceHandle, block_tokens: int, block_bytes
         raise ValueError(
             f"the engine's blocks have {block_bytes} bytes, but block_bytes of the namespace is {namespace.block_bytes}"
         )
+    if layout is not None and layout.block_bytes != block_bytes:
+        raise ValueError(f"the layout is one of blocks of {layout.block_bytes} bytes, the engine's have {block_bytes}")

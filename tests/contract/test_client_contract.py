@@ -307,3 +307,28 @@ def test_closed_client_says_so_and_others_go_on(client, server, door):
         with pytest.raises(ClientClosedError):
             make()
     assert client.namespace(SMALL).match(chain).hit_length_blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("block_bytes", "part"),
+    [
+        (1, (0, 1)),
+        (1000, (0, 1)),
+        (1000, (999, 1)),
+        (1000, (0, 1000)),
+        (114_688, (22_784, 45_568)),
+        (2_949_120, (7, 100)),
+        (2_949_120, (1, 2_000_001)),
+    ],
+)
+def test_part_of_each_block_comes_back_byte_for_byte(client, block_bytes, part):
+    namespace, blocks, (offset, size) = client.namespace(replace(SPEC, block_bytes=block_bytes)), 5, part
+    chain = namespace.chain(new_tokens(blocks))
+    data = [random.randbytes(block_bytes) for _ in range(blocks)]
+    assert namespace.put(chain, data).stored == blocks
+    assert namespace.delete(chain, first_block=2, block_count=1).deleted_blocks == 1
+    out = [bytearray(size) for _ in range(blocks)]
+    result = namespace.get(chain, out, part=part, lease=namespace.match(chain).lease)
+    assert list(result.statuses) == ["OK", "OK", "NOT_FOUND", "OK", "OK"]
+    for position in (0, 1, 3, 4):
+        assert out[position] == data[position][offset : offset + size]

@@ -98,7 +98,9 @@ def test_useful_part_is_an_answer():
 
 
 @pytest.mark.parametrize(
-    "ended", [{"conclusive": False}, {"failure": failure("CANCELLED")}], ids=["short", "cancelled"]
+    "ended",
+    [{"conclusive": False}, {"failure": failure("CANCELLED")}, {"failure": failure("FORKING")}],
+    ids=["short", "cancelled", "held up by a fork"],
 )
 def test_call_that_says_nothing_neither_cuts_off_nor_lets_back_in(ended):
     driven = Driven()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
+from kvstore_client import BlockLayout, BlockPart, ClientConfig, GetResult, KVStoreClient, NamespaceSpec
 from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.hook import LoadedPrefix, Ownership, RequestContext
 from kvstore_engine.loading import Load
@@ -255,6 +255,65 @@ def test_forked_process_loads_and_saves_with_threads_of_its_own(server: RunningS
 
 def job(size_bytes: int) -> SaveJob:
     return SaveJob((), 0, [bytes(size_bytes)], size_bytes, CONTEXT)
+
+
+# Layers 2 and 3 begin at 4,000, and 500 bytes of padding stand before them and at the end.
+LAYOUT = BlockLayout(
+    (BlockPart((0, 1), 0, 3500), BlockPart((2, 3), 4000, 3000), BlockPart((9,), 7000, 2500)), BLOCK_BYTES
+)
+
+
+def test_load_in_parts_brings_every_byte_one_range_of_layers_after_the_other(
+    server: RunningServer, request: pytest.FixtureRequest
+):
+    tokens, views, out = tokens_of(5), memory(5), memory(5)
+    with connected(server, request.node.name, PATIENCE_S, layout=LAYOUT) as (cache, client):
+        assert cache.save_blocks(tokens, 0, views, CONTEXT).wait(PATIENCE_S)
+        load = cache.start_load(tokens, CONTEXT, out)
+        for layer, end in ((0, 4000), (1, 4000), (7, 4000), (2, 7000), (3, 7000), (9, 10_000)):
+            assert load.wait_layer(layer)
+            assert [bytes(view[:end]) for view in out] == [bytes(view[:end]) for view in views]
+        assert load.wait() == LoadedPrefix(5, 640)
+        assert client.stats().calls["get"] == 3
+        assert cache.stats().loaded_blocks == 5
+
+
+@pytest.mark.parametrize("bad_part", [0, 1, 2])
+@pytest.mark.parametrize("bad_block", [0, 2, 4])
+def test_block_of_which_one_part_did_not_come_ends_the_hit(
+    server: RunningServer, request: pytest.FixtureRequest, bad_part: int, bad_block: int
+):
+    tokens, views, out = tokens_of(5), memory(5), memory(5)
+    with cache_on(server, request.node.name, layout=LAYOUT) as cache:
+        assert cache.save_blocks(tokens, 0, views, CONTEXT).wait(PATIENCE_S)
+        namespace, asked = cache._namespace, []
+        real_get = namespace.get
+
+        def get(chain: Any, buffers: list[memoryview], *, block_count: int, **options: Any) -> GetResult:
+            asked.append(block_count)
+            result = real_get(chain, buffers, block_count=block_count, **options)
+            if len(asked) - 1 != bad_part:
+                return result
+            return GetResult([*result.statuses[:bad_block], "CORRUPT", *result.statuses[bad_block + 1 :]])
+
+        namespace.get = get  # type: ignore[method-assign]
+        load = cache.start_load(tokens, CONTEXT, out)
+        assert load.expect() == LoadedPrefix(5, 640)
+        assert not load.wait_layer(9)
+        assert load.wait() == LoadedPrefix(bad_block, bad_block * 128)
+        assert [bytes(view) for view in out[:bad_block]] == [bytes(view) for view in views[:bad_block]]
+        # The parts behind are asked for only of the blocks that still count.
+        after = [bad_block] * (2 - bad_part) if bad_block else []
+        assert asked == [5] * (bad_part + 1) + after
+        assert cache.stats().misses == {"CORRUPT": 1}
+
+
+def test_layout_of_other_blocks_is_refused(server: RunningServer, request: pytest.FixtureRequest):
+    with (
+        pytest.raises(ValueError, match="12 bytes, the engine's have 10000"),
+        cache_on(server, request.node.name, layout=BlockLayout.uniform(3, 4)),
+    ):
+        pass
 
 
 def new_load(start_budget_s: float) -> Load:
