@@ -97,9 +97,10 @@ class Drain:
         Requests that only wait leave at once: they would wait in vain. It returns before the grace period is over when
         nothing is left.
         Args:
-            give: gets each request that leaves, and its ticket. When it raises, that request's ticket is lost, all others have
-                been given all the same, and the first such error is raised in the end.
+            give: gets each request that leaves, and its ticket. When it raises, that ticket is lost; the others are given all
+                the same.
             on_step: called after each step with the requests that finished in it.
+        Raises: the first exception of `give`, or of a request that cannot be handed over, after all the others have left.
         """
         if self._began_at is None:
             self.tell()
@@ -123,10 +124,11 @@ class Drain:
     def _hand_over(
         self, requests: Sequence[Request], give: Callable[[Request, bytes], None], errors: list[Exception]
     ) -> int:
+        given = 0
         for request in requests:
-            ticket = self._engine.hand_over(request, patience_s=self._patience_s)
             try:
-                give(request, ticket)
+                give(request, self._engine.hand_over(request, patience_s=self._patience_s))
+                given += 1
             except Exception as error:  # the others have to leave too
                 errors.append(error)
-        return len(requests)
+        return given

@@ -17,8 +17,9 @@ import serving
 from kvstore_engine.drain import Drain
 from kvstore_engine.engine import Engine, NotAdmittingError, Request
 from kvstore_engine.identity import namespace_spec
+from kvstore_engine.model import Llama
 from kvstore_engine.sampling import SamplingParams
-from nodes import PATIENCE_S, Node, make_pool, patient_client, prompt_of, undisturbed
+from nodes import CONFIG, PATIENCE_S, WEIGHTS, Node, make_pool, patient_client, prompt_of, undisturbed
 from serving import running_server
 
 if TYPE_CHECKING:
@@ -150,6 +151,14 @@ def test_a_ticket_that_nobody_takes_does_not_keep_the_others(drained: Drained):
         drained.drain.run(give)
     assert drained.given.keys() == set(drained.requests[1:])
     assert not drained.engine.has_work
+
+
+def test_an_engine_that_cannot_hand_over_says_so_when_it_has_to(drained: Drained):
+    bare = Engine(Llama(CONFIG, WEIGHTS), make_pool())
+    kept = bare.submit(prompt_of(30), PARAMS)
+    with pytest.raises(RuntimeError, match="no prefix cache that hands requests over"):
+        Drain(bare, grace_s=0).run(drained.give)
+    assert bare.unfinished == [kept]
 
 
 @pytest.mark.parametrize("times", [{"grace_s": -1}, {"patience_s": -1}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from kvstore_engine.identity import namespace_spec
 from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.sampling import SamplingParams
 from kvstore_engine.ticket import TicketError, read_ticket, state_name, write_ticket
-from nodes import Node, Without, make_pool, patient_client, prompt_of, undisturbed
+from nodes import PATIENCE_S, Node, Without, make_pool, patient_client, prompt_of, undisturbed
 from serving import running_server
 
 if TYPE_CHECKING:
@@ -315,6 +316,25 @@ def test_what_is_not_in_the_engine_cannot_be_handed_over(node: Callable[[], Node
     bare = Engine(first.model, first.pool)
     with pytest.raises(RuntimeError, match="no prefix cache that hands requests over"):
         bare.hand_over(bare.submit(prompt_of(5), GREEDY))
+
+
+def test_blocks_that_a_save_still_reads_are_not_given_back_before_it_ends(client: KVStoreClient, spec: NamespaceSpec):
+    real, go_on = client.namespace(spec), threading.Event()
+
+    def put(chain: Chain, blocks: list, **options: Any) -> PutReport:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(PATIENCE_S)  # a save behind the engine; the hand-over's own puts are not
+        return real.put(chain, blocks, **options)
+
+    prompt, first = prompt_of(300), Node(Without(real, put=put), hold_saves=True)
+    ticket = first.engine.hand_over(first.until(first.engine.submit(prompt, GREEDY), 3))
+    assert first.pool.free_blocks < first.pool.num_blocks
+    go_on.set()
+    assert first.cache.flush(PATIENCE_S)
+    first.engine.step()
+    assert first.pool.free_blocks == first.pool.num_blocks
+    second = Node(real)
+    assert second.finish(second.engine.take_over(ticket)).tokens == undisturbed(prompt, GREEDY)
 
 
 def test_end_of_sequence_tokens_travel_with_the_request(node: Callable[[], Node]):
