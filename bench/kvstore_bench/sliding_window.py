@@ -176,7 +176,7 @@ def run(config: SlidingWindowConfig, scratch: Path, advance: Callable[[str], Non
         all_layers_bytes_per_128_tokens=pool.block_bytes // len(pool.full_layers) * LAYERS,
         cold_ttft_s=median(one.generation.ttft_s for one in cold),
         modes=figures,
-        faults=_faults(figures),
+        faults=find_faults(figures),
     )
 
 
@@ -259,7 +259,8 @@ def _texts(config: SlidingWindowConfig, model: SmolLM2) -> list[tuple[list[int],
     source = random.Random(config.seed)
     names = sorted(topics)
     source.shuffle(names)
-    texts, text = [], ""
+    texts: list[tuple[list[int], list[int]]] = []
+    text = ""
     while len(texts) < config.prompts:
         if not names:
             raise VerificationError(f"the Python reference has text for {len(texts)} prompts only")
@@ -309,7 +310,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
 
 
-def _faults(figures: Mapping[str, ModeFigures]) -> list[str]:
+def find_faults(figures: Mapping[str, ModeFigures]) -> list[str]:
     """Where a mode that promises a cold run's results does not give them. NaN is a fault too."""
     faults = [
         f"{name}: KL {figures[name].kl_per_token:.3g} a token is more than rounding ({MAX_NOISE_KL:.0e})"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+from dataclasses import replace
+from math import isnan
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvstore_bench import cli, sliding_window
-from kvstore_client import ReplayMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,14 +60,23 @@ def test_exact_and_snapshot_are_a_cold_run_and_only_full_layers_are_stored(
     assert "bounded: by design not a cold run" in capsys.readouterr().out
 
 
-def test_exact_that_is_not_a_cold_run_is_a_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+FINE = sliding_window.ModeFigures(2.0, 0, 256, 8.0, 1.0, 1e-9, 1e-8, 1, 3.0, 0.1, 0.1, 2.0)
+
+
+@pytest.mark.parametrize("name", ["bounded", "exact", "snapshot"])
+@pytest.mark.parametrize("kl", [1e-5, 0.5, float("nan")])
+def test_mode_that_is_not_a_cold_run_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, kl: float
 ):
-    monkeypatch.setitem(sliding_window.MODES, "exact", ReplayMode.BOUNDED)
+    """The command with a given outcome instead of a measurement. A bounded replay may differ, but not be no number."""
+    modes = {mode: FINE for mode in sliding_window.MODES} | {name: replace(FINE, kl_per_token=kl)}
+    faults = sliding_window.find_faults(modes)
+    outcome = sliding_window.SlidingWindowMeasurements("m", 15, 15, [256], 12, 4, 1.0, modes, faults)
+    monkeypatch.setattr(sliding_window, "run", lambda *_: outcome)
     code, result = bench(tmp_path)
-    assert code == 1
-    assert result["modes"]["exact"]["kl_per_token"] > 1e-6
-    assert "error: exact: KL" in capsys.readouterr().err
+    is_fault = name != "bounded" or isnan(kl)
+    assert (code, [fault.split(":")[0] for fault in result["faults"]]) == ((1, [name]) if is_fault else (0, []))
+    assert (f"error: {name}: " in capsys.readouterr().err) == is_fault
 
 
 @pytest.mark.parametrize(

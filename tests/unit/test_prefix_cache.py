@@ -317,8 +317,9 @@ def corrupt(data_dir: Path, block: bytes) -> None:
 def test_exactly_the_blocks_before_a_corrupt_one_are_hit(tmp_path: Path, spec: NamespaceSpec, bad: int):
     prompt = prompt_of(8 * 128 + 10)
     with running_server(tmp_path / "data") as own, patient_client(own.target) as client:
-        pool = make_pool()
-        cold = Engine(MODEL, pool, prefix_cache=make_cache(client.namespace(spec))).generate(prompt, FEW)
+        pool, writer = make_pool(), make_cache(client.namespace(spec))
+        cold = Engine(MODEL, pool, prefix_cache=writer).generate(prompt, FEW)
+        assert writer.flush(PATIENCE_S)
         # A fresh pool hands out its blocks in order, and nothing has overwritten them since.
         corrupt(tmp_path / "data", bytes(pool.block_view(bad)))
         cache = make_cache(client.namespace(spec))
