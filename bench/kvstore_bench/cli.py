@@ -324,7 +324,7 @@ def demo(
 @app.command("demo-handoff")
 def demo_handoff(
     requests: Annotated[int, typer.Option(metavar="N", help="Requests to hand over, the first N of 4.")] = 4,
-    tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each request, 16 to 512.")] = 96,
+    tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each request, 16 to 512.")] = 64,
     data_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),

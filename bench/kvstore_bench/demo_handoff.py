@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from kvstore_bench.node_process import Event
 
-MAX_NEW_TOKENS = 96
 GRACE_S = 3.0
 FIRST_TURNS = tuple(name for name, turn in SCHEDULE if turn == 0)
 
