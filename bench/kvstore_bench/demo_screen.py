@@ -56,3 +56,8 @@ class DemoScreen:
         tokens = f"{done_tokens:,} of {total_tokens:,} prompt tokens"
         self._progress.update(self._task, completed=done_tokens, total=total_tokens, tokens=tokens)
         self._progress.refresh()
+
+    def progress(self, text: str) -> None:
+        """Show what is there, without a known end."""
+        self._progress.update(self._task, visible=True, total=None, tokens=text)
+        self._progress.refresh()

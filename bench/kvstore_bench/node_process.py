@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from kvstore_bench.processes import ProcessError, interrupts_deferred
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from kvstore_bench.demo_prompts import Message
@@ -82,13 +82,23 @@ class NodeProcess:
 def running_node(target: str, log_path: Path, *options: str) -> Iterator[NodeProcess]:
     """Start a node and wait until it has loaded its model; end it at the end.
 
-    It has a session of its own: an interrupt from the keyboard reaches the demo alone, which then ends it.
     Raises: ProcessError: it ended before it was ready; with the end of its log.
+    """
+    with running_module("kvstore_bench.prefill_node", ["--target", target, *options], log_path) as process:
+        yield NodeProcess(process, log_path)
+        process.wait(_STOP_TIMEOUT_S)
+
+
+@contextmanager
+def running_module(module: str, options: Sequence[str], log_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A Python module as a process with pipes for its input and output; killed at the end if it has not ended.
+
+    It has a session of its own: an interrupt from the keyboard reaches the demo alone, which then ends it.
     """
     with ExitStack() as ending:
         with log_path.open("wb") as log, interrupts_deferred():
             process = subprocess.Popen(
-                [sys.executable, "-m", "kvstore_bench.prefill_node", "--target", target, *options],
+                [sys.executable, "-m", module, *options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -98,8 +108,7 @@ def running_node(target: str, log_path: Path, *options: str) -> Iterator[NodePro
             )
             ending.enter_context(process)
             ending.callback(process.kill)  # does nothing to one that has ended
-        yield NodeProcess(process, log_path)
-        process.wait(_STOP_TIMEOUT_S)
+        yield process
 
 
 def _environment() -> dict[str, str]:

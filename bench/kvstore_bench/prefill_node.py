@@ -85,10 +85,10 @@ def main() -> None:
     parser.add_argument("--target", required=True, help="the store, host:port")
     parser.add_argument("--no-load", action="store_true", help="compute every prompt from scratch, and only store")
     arguments = parser.parse_args()
-    send = _claim_stdout()
+    send = claim_stdout()
     started = time.perf_counter()
     loaded = load_smollm2(pool_blocks=POOL_BLOCKS)
-    _warm_up(loaded)
+    warm_up(loaded)
     with KVStoreClient(client_config(arguments.target)) as client:
         cache = loaded.connect(client)
         send(
@@ -140,13 +140,13 @@ def _figures(generation: Generation) -> dict[str, Any]:
     return {name: getattr(generation, name) for name in names}
 
 
-def _warm_up(loaded: SmolLM2) -> None:
+def warm_up(loaded: SmolLM2) -> None:
     """What an engine does before it takes traffic: commit the KV memory, let torch set itself up."""
     loaded.pool.kv.zero_()
     loaded.engine().generate(range(_WARM_UP_TOKENS), SamplingParams(max_new_tokens=2, ignore_eos=True))
 
 
-def _claim_stdout() -> Callable[..., None]:
+def claim_stdout() -> Callable[..., None]:
     """Keep stdout for events: whatever else is printed goes to stderr. Returns: what sends an event."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from kvstore_engine import moving
+from kvstore_engine.handover import HandoverHook
 from kvstore_engine.hook import Ownership, RequestContext
 from kvstore_engine.identity import WINDOW_GROUP
 from kvstore_engine.kv_pool import BLOCK_TOKENS
@@ -21,13 +23,18 @@ if TYPE_CHECKING:
     from kvstore_engine.hook import PrefixCacheHook, PrefixLoad, Saving
     from kvstore_engine.kv_pool import KVPool
     from kvstore_engine.model import Llama
+    from kvstore_engine.ticket import Ticket
 
-__all__ = ["Engine", "Generation", "Request"]
+__all__ = ["Engine", "Generation", "NotAdmittingError", "Request"]
 
 T = TypeVar("T")
 
 # How long a step waits for blocks that saves hold, when there is nothing else to do.
 HELD_WAIT_S: Final = 0.1
+
+
+class NotAdmittingError(RuntimeError):
+    """The engine takes no more requests."""
 
 
 class _LayerMissingError(Exception):
@@ -90,6 +97,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._prefilling: Request | None = None
         self._running: list[Request] = []
+        self._admits = True
 
     @property
     def has_work(self) -> bool:
@@ -145,13 +153,84 @@ class Engine:
     ) -> Request:
         """Queue a request; `step` advances it.
 
-        Raises: ValueError: the prompt is empty, has an unknown token, or can never fit the model or the pool.
+        Raises:
+            ValueError: the prompt is empty, has an unknown token, or can never fit the model or the pool.
+            NotAdmittingError: `stop_admitting` was called.
         """
         context = RequestContext(salt, adapter, extra_keys, traffic_class)
         request = Request(prompt_tokens, params or SamplingParams(), context, self._clock())
-        self._check(request)
-        self._waiting.append(request)
-        return request
+        request.eos_ids = self._eos_ids
+        return self._queue(request)
+
+    # Requests that come from, and go to, other engines
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """All requests in it: those that decode, the one being prefilled, those that wait, each in their order."""
+        prefilling = [self._prefilling] if self._prefilling else []
+        return [*self._running, *prefilling, *self._waiting]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The requests of which nothing has been computed here, in their order."""
+        return list(self._waiting)
+
+    def stop_admitting(self) -> None:
+        """Take no more requests; those that are here go on."""
+        self._admits = False
+
+    def hand_over(self, request: Request, *, patience_s: float = 0.0) -> bytes:
+        """Store a request's KV, wait until that is confirmed, and let the request go.
+
+        It may be waiting, in the middle of its prefill, or decoding. What the store does not take is computed again elsewhere.
+        Args: patience_s: what each call to the store may take beyond its usual time.
+        Returns: its ticket, for `take_over` of an engine with the same namespace. As secret as the request itself.
+        Raises:
+            ValueError: it is not in this engine: finished, cancelled, or another one's.
+            RuntimeError: the engine has no prefix cache that hands over.
+        """
+        mover = self._mover()
+        if request not in self.unfinished:
+            raise ValueError("the request is not in this engine, there is nothing to hand over")
+        # In the middle of a replay the window layers are not yet what they will be.
+        end = request.computed_tokens if request.computed_tokens >= request.hit_tokens else 0
+        views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
+        states = self._pool.states(request.block_ids, end) if end else {}
+        ticket = mover.hand_over(moving.pause(request, end), views, states, patience_s=patience_s)
+        self.cancel(request)
+        return ticket
+
+    def take_over(self, ticket: bytes) -> Request:
+        """Queue a request that another engine handed over; its KV is loaded when there is room for it.
+
+        It goes on at the exact token; what of its KV is no longer stored is computed. The ticket stays valid.
+        Raises:
+            TicketError: a ValueError: the ticket is damaged, of another namespace, or no request that this engine can serve.
+            ValueError, NotAdmittingError: as `submit`.
+            RuntimeError: as `hand_over`.
+        """
+        opened = self._mover().open_ticket(ticket)
+        paused = opened.request
+        request = Request(paused.prompt, moving.sampling_params(paused.sampling), paused.context, self._clock())
+        moving.restore(request, paused)
+        request.ticket = opened
+        return self._queue(request)
+
+    def _mover(self) -> HandoverHook:
+        if not isinstance(self._prefix_cache, HandoverHook):
+            raise RuntimeError("the engine has no prefix cache that hands requests over")
+        return self._prefix_cache
+
+    def _take_kv_over(self, request: Request, ticket: Ticket) -> None:
+        """Load a request's KV; with all of it there is nothing to prefill."""
+        end, mover = ticket.request.computed_tokens, self._mover()
+        views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
+        sizes = self._pool.state_sizes(end)
+        prefix = self._load_timed(request, lambda: mover.take_over(ticket, views, sizes))
+        moving.resume_handed_over(request, self._pool, prefix, ticket.request)
+        if request.is_prefilled:
+            self._prefilling = None
+            self._running.append(request)
 
     def cancel(self, request: Request) -> None:
         """Drop a request and give its blocks back. Does nothing to a finished one."""
@@ -171,11 +250,18 @@ class Engine:
             finished.append(prefilling)
         return finished
 
+    def _queue(self, request: Request) -> Request:
+        if not self._admits:
+            raise NotAdmittingError("the engine takes no more requests: it is being drained")
+        self._check(request)
+        self._waiting.append(request)
+        return request
+
     def _check(self, request: Request) -> None:
         if not request.prompt:
             raise ValueError("the prompt is empty")
-        vocab_size = self._model.config.vocab_size
-        if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
+        vocab_size, tokens = self._model.config.vocab_size, [*request.prompt, *request.output]
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"the prompt has token ids outside [0, {vocab_size})")
         total = len(request.prompt) + request.params.max_new_tokens
         if total > self._model.config.max_positions:
@@ -193,22 +279,29 @@ class Engine:
             return None
         request = self._prefilling = self._waiting.popleft()
         request.block_ids = self._pool.allocate(request.blocks_needed)
+        if request.ticket is not None and request.ticket.request.computed_tokens:
+            self._take_kv_over(request, request.ticket)
+            return self._prefilling
         if (cache := self._prefix_cache) is not None:
             views = lent_views(request, self._pool)
             request.load = self._load_timed(request, lambda: cache.start_load(request.prompt, request.context, views))
         return request
 
     def _prefill_chunk(self, request: Request) -> bool:
-        """Compute the next chunk of the prompt and, after the last, the first token. Returns: finished already."""
+        """Compute the next chunk of the prompt and, after the last, the first token. Returns: finished already.
+
+        Of a request that was taken over, the tokens that it has already belong to what is computed, and none is chosen.
+        """
         hidden = self._compute_chunk(request) if request.load is None else self._resume(request, request.load)
         if not request.is_prefilled:
             return False
-        started = self._clock()
-        request.first_logits = self._model.logits(hidden[-1])
-        request.output.append(request.sampler.sample(request.first_logits))
-        now = self._clock()
-        request.prefill_s += now - started
-        request.ttft_s = now - request.submitted_at
+        if not request.output:
+            started = self._clock()
+            request.first_logits = self._model.logits(hidden[-1])
+            request.output.append(request.sampler.sample(request.first_logits))
+            now = self._clock()
+            request.prefill_s += now - started
+            request.ttft_s = now - request.submitted_at
         self._prefilling = None
         self._running.append(request)
         return self._finish_if_done(request)
@@ -244,12 +337,13 @@ class Engine:
             request.load_s += self._clock() - started
 
     def _compute_chunk(self, request: Request, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Compute prompt tokens up to the end of a chunk. Returns: the model's output, (tokens, hidden_size)."""
+        """Compute known tokens up to the end of a chunk. Returns: the model's output, (tokens, hidden_size)."""
         started, waited_s = self._clock(), request.load_s
         start = request.computed_tokens
-        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(request.prompt))
+        tokens = request.known_tokens
+        end = min((start // self._chunk_tokens + 1) * self._chunk_tokens, len(tokens))
         span = request.next_span(end - start)
-        hidden = self._model.forward(request.prompt[start:end], [span], self._pool, before_layer=before_layer)
+        hidden = self._model.forward(tokens[start:end], [span], self._pool, before_layer=before_layer)
         request.computed_tokens = end
         took_s = self._clock() - started - (request.load_s - waited_s)
         request.prefill_s += took_s
@@ -312,7 +406,7 @@ class Engine:
         return True
 
     def _finish_reason(self, request: Request) -> str | None:
-        if request.output[-1] in self._eos_ids and not request.params.ignore_eos:
+        if request.output[-1] in request.eos_ids and not request.params.ignore_eos:
             return "eos"
         return "length" if len(request.output) == request.params.max_new_tokens else None
 

@@ -14,7 +14,7 @@ from kvstore_client.layout import BlockLayout
 from kvstore_engine.model import check_windows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from kvstore_engine.model import LlamaConfig
 
@@ -26,6 +26,10 @@ BLOCK_TOKENS = 128  # The store's block size; a block of the pool is a block of 
 LAYOUT = "thin-paged-LKHTD-v1"
 # The same with the window layers left out. A window snapshot is laid out alike, with the window layers and their tokens.
 HYBRID_LAYOUT = "thin-hybrid-LKHTD-v1"
+
+# Kinds of `KVPool.states`.
+TAIL_STATE = "tail"
+WINDOW_STATE = "window"
 
 
 class PoolExhaustedError(RuntimeError):
@@ -163,6 +167,41 @@ class KVPool:
         """
         keys, values = torch.cat(_pages(self._layer_kv[layer], block_ids, first, end), dim=-2).unbind(0)
         return keys, values
+
+    def state_sizes(self, end_token: int) -> dict[str, int]:
+        """Kind -> bytes of each state in `states(…, end_token)`."""
+        tail_bytes = self.kv[0, ..., 0, :].nbytes * (end_token % BLOCK_TOKENS)
+        return {TAIL_STATE: tail_bytes, WINDOW_STATE: self.window_state_bytes(end_token)}
+
+    def states(self, block_ids: Sequence[int], end_token: int) -> dict[str, bytearray]:
+        """What a sequence's complete blocks lack to go on at exactly `end_token`; copies.
+
+        Returns: kind -> bytes. TAIL_STATE: the full layers' KV of the tokens after the last complete block, shape (layers, 2,
+            kv_heads, end_token % BLOCK_TOKENS, head_dim). WINDOW_STATE: as `window_state`.
+        """
+        tail = bytearray(self.state_sizes(end_token)[TAIL_STATE])
+        if tail:
+            kv = self._tail(block_ids, end_token)
+            torch.frombuffer(tail, dtype=self.dtype).view(kv.shape).copy_(kv)
+        return {TAIL_STATE: tail, WINDOW_STATE: self.window_state(block_ids, end_token)}
+
+    def load_states(self, block_ids: Sequence[int], end_token: int, states: Mapping[str, bytearray]) -> None:
+        """Put back what `states` gave for the same `end_token`; a state of no bytes may be missing.
+
+        Raises: ValueError: one has not the size of such a state; nothing is written then.
+        """
+        for kind, size in self.state_sizes(end_token).items():
+            got = len(states.get(kind, b""))
+            if got != size:
+                raise ValueError(f"state {kind!r} at token {end_token} has {size} bytes, got {got}")
+        if states.get(TAIL_STATE):
+            kv = self._tail(block_ids, end_token)
+            kv.copy_(torch.frombuffer(states[TAIL_STATE], dtype=self.dtype).view(kv.shape))
+        self.load_window_state(block_ids, end_token, states.get(WINDOW_STATE, bytearray()))
+
+    def _tail(self, block_ids: Sequence[int], end_token: int) -> torch.Tensor:
+        full_blocks, rest = divmod(end_token, BLOCK_TOKENS)
+        return self.kv[block_ids[full_blocks], ..., :rest, :]
 
     def window_state_bytes(self, end_token: int) -> int:
         """Bytes of `window_state(…, end_token)`."""

@@ -39,19 +39,21 @@ from kvstore_client import (
     StateResult,
 )
 from kvstore_engine.benefit import MeasuredBenefit
+from kvstore_engine.handover import HANDOFF_CLASS, Handover
 from kvstore_engine.hook import LoadedPrefix, Ownership
 from kvstore_engine.loading import CANCELLED, MISS, Load
 from kvstore_engine.prefix_cache_stats import PrefixCacheStats, StatsBook
 from kvstore_engine.saving import SaveJob, SaveQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvstore_client import BlockLayout, Chain, KVStoreClient, NamespaceHandle, NamespaceSpec, PrefixHash
     from kvstore_client.breaker import Lane
     from kvstore_engine.benefit import BenefitRule
     from kvstore_engine.hook import RequestContext
     from kvstore_engine.saving import Pending
+    from kvstore_engine.ticket import PausedRequest, Ticket
 
 # Bytes of one put. Small enough that little is lost when its budget ends in the middle, and large enough that its fixed
 # cost, a round trip and a group commit of a few milliseconds, does not show.
@@ -63,7 +65,7 @@ LOAD_THREADS: Final = 4
 # An engine starts once, and can wait longer then than for a request.
 CHECK_BUDGET_S: Final = 2.0
 # A KV group's state is worth little as soon as its conversation has gone on: the class of short-lived things.
-STATE_CLASS: Final = "handoff"
+STATE_CLASS: Final = HANDOFF_CLASS
 
 # Reasons of this module's own; all others are the client's or the store's.
 NOT_STORED: Final = "NOT_STORED"
@@ -119,6 +121,7 @@ class PrefixCache:
         self._put_blocks = max(1, max_put_bytes // block_bytes)
         self._max_pending_save_bytes = max_pending_save_bytes
         self._book = StatsBook(block_tokens)
+        self._handover = Handover(namespace, self)
         self._trouble: dict[str, str] = {}  # step -> the reason that was logged, until the step succeeds again
         self._trouble_lock = threading.Lock()
         self._crews: dict[int, _Crew] = {}  # by process; no lock, which a fork could leave locked: setdefault is atomic
@@ -245,6 +248,32 @@ class PrefixCache:
         """Tell how long it took to compute `tokens` of a prompt: what a load is compared with."""
         self._benefit.note_prefill(tokens, took_s)
 
+    def hand_over(
+        self,
+        request: PausedRequest,
+        views: Sequence[memoryview],
+        states: Mapping[str, bytearray],
+        *,
+        patience_s: float = 0.0,
+    ) -> bytes:
+        """Store a request's KV and write the ticket that another engine goes on from; see `HandoverHook`.
+
+        Waits until the store has confirmed what it takes; what it does not take is computed again by whoever takes the request
+        over. The ticket holds the prompt and the salt: it is as secret as the request itself.
+        """
+        return self._handover.hand_over(request, views, states, patience_s)
+
+    def open_ticket(self, ticket: bytes) -> Ticket:
+        """Read a ticket. It stays valid: opened twice, it works twice.
+
+        Raises: TicketError: it is damaged, of an unknown version, or of another namespace.
+        """
+        return self._handover.open_ticket(ticket)
+
+    def take_over(self, ticket: Ticket, views: Sequence[memoryview], state_sizes: Mapping[str, int]) -> LoadedPrefix:
+        """Bring the KV of a request that another engine handed over; see `HandoverHook`. Waits for it. Raises: nothing."""
+        return self._handover.take_over(ticket, views, state_sizes)
+
     def _refusal(self, lane: Lane) -> str:
         """Why calls of that kind would be refused before they are sent: costs no I/O. Empty: they would not."""
         try:
@@ -265,11 +294,20 @@ class PrefixCache:
         replays = KvGroupKind.SLIDING_WINDOW in kinds and KvGroupKind.STATE not in kinds
         return max(0, prompt_tokens - (not replays)) // self._namespace.block_tokens
 
-    def look_up(self, chain: Chain, traffic_class: str | None) -> MatchResult:
-        """Ask the store for the longest leading part of `chain`; a failure is a result."""
+    def look_up(
+        self, chain: Chain, traffic_class: str | None, *, peek: bool = False, patience_s: float = 0.0
+    ) -> MatchResult:
+        """Ask the store for the longest leading part of `chain`; a failure is a result.
+
+        Args:
+            peek: this is no use of the blocks, and does not count in the hit rate.
+            patience_s: what the call may take beyond its usual time.
+        """
         began = time.monotonic()
         try:
-            match = self._namespace.match(chain, traffic_class or "")
+            match = self._namespace.match(
+                chain, traffic_class or "", peek=peek, budget_s=self._budget_s(len(chain.data), patience_s)
+            )
         except Exception as error:
             match = MatchResult(failure=_failure(error))
         self._note("look-up", match.failure)
@@ -305,21 +343,60 @@ class PrefixCache:
         return valid, result.statuses[valid] if valid < len(result.statuses) else unsettled
 
     def put_blocks(
-        self, chain: Chain, first_block: int, views: Sequence[memoryview | bytes], traffic_class: str | None
+        self,
+        chain: Chain,
+        first_block: int,
+        views: Sequence[memoryview | bytes],
+        traffic_class: str | None,
+        *,
+        patience_s: float = 0.0,
     ) -> list[PutResult]:
         """Put the blocks in several calls, so that a budget that ends in one of them loses only that one.
 
         Stops after the first call with a block that is not confirmed: what lies behind a gap cannot be hit.
+        Args: patience_s: what each call may take beyond its usual time.
         Returns: a result for each block that was offered to the store, in order.
         """
         results: list[PutResult] = []
         for offset in range(0, len(views), self._put_blocks):
             part = views[offset : offset + self._put_blocks]
-            report = self._put(chain, first_block + offset, part, traffic_class)
+            report = self._put(chain, first_block + offset, part, traffic_class, patience_s)
             results += report.results
             if report.stored + report.exists < len(part):
                 break
         return results
+
+    def put_state(
+        self, prefix_hash: PrefixHash, name: str, state: memoryview | bytes, *, patience_s: float = 0.0
+    ) -> PutReport:
+        """Put a short-lived state object beside a prefix hash; a failure is a result."""
+        try:
+            report = self._namespace.put_state(
+                prefix_hash,
+                name,
+                state,
+                traffic_class=STATE_CLASS,
+                budget_s=self._budget_s(memoryview(state).nbytes, patience_s),
+            )
+        except Exception as error:
+            report = _rejected(range(1), _failure(error))
+        self._note("save", report.failure or _first_rejection(report))
+        return report
+
+    def fetch_state(self, prefix_hash: PrefixHash, name: str, max_bytes: int) -> bytearray | None:
+        """Bring a state object of at most `max_bytes`. Returns: None: it is not there, or did not come."""
+        try:
+            result = self._namespace.get_state(prefix_hash, name, max_bytes=max_bytes, traffic_class=STATE_CLASS)
+        except Exception as error:
+            failure = _failure(error)
+            result = StateResult(None, failure.reason, failure)
+        self._note("state", result.failure)
+        return result.data
+
+    def shortened(self, blocks: int) -> LoadedPrefix:
+        """What can be gone on from when only so many blocks came: planned anew, and not rewound into a window."""
+        plan = resume_plan(self._namespace.spec, blocks, _no_state)
+        return LoadedPrefix(plan.hit_tokens // self._namespace.block_tokens, plan.replay_start_token, plan.mode)
 
     # Loads, on a loading thread
 
@@ -360,7 +437,7 @@ class PrefixCache:
         if load.given_up:
             return MISS, promised.hit_blocks, CANCELLED
         loaded_blocks, gap = self._load_timed(load, chain.first(promised.hit_blocks), match.lease)
-        loaded = promised if not gap else self._shortened(loaded_blocks)
+        loaded = promised if not gap else self.shortened(loaded_blocks)
         return loaded, promised.hit_blocks, gap or end
 
     def _is_worth(self, saved_tokens: int, blocks: int) -> bool:
@@ -387,22 +464,13 @@ class PrefixCache:
         states = {}
         for group in self._namespace.spec.groups:
             if group.replay_rule is ReplayMode.SNAPSHOT:
-                state = self._fetch_state(chain[plan.hit_tokens // self._namespace.block_tokens - 1], group.name)
+                state = self.fetch_state(
+                    chain[plan.hit_tokens // self._namespace.block_tokens - 1], group.name, self._state_bytes
+                )
                 if state is None:
                     break
                 states[group.name] = state
         return states
-
-    def _fetch_state(self, prefix_hash: PrefixHash, name: str) -> bytearray | None:
-        try:
-            result = self._namespace.get_state(
-                prefix_hash, name, max_bytes=self._state_bytes, traffic_class=STATE_CLASS
-            )
-        except Exception as error:
-            failure = _failure(error)
-            result = StateResult(None, failure.reason, failure)
-        self._note("state", result.failure)
-        return result.data
 
     def _load_timed(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
         began = time.monotonic()
@@ -430,11 +498,6 @@ class PrefixCache:
             if not gap:
                 load.part_there()
         return valid, gap
-
-    def _shortened(self, blocks: int) -> LoadedPrefix:
-        """What can be gone on from when only so many blocks came: planned anew, and not rewound into a window."""
-        plan = resume_plan(self._namespace.spec, blocks, _no_state)
-        return LoadedPrefix(plan.hit_tokens // self._namespace.block_tokens, plan.replay_start_token, plan.mode)
 
     # Saves, on the saving thread
 
@@ -466,31 +529,37 @@ class PrefixCache:
         if isinstance(chain, Failure):
             return []
         if job.group:
-            return list(self._put_state(chain[len(chain) - 1], job.group, job.pieces[0]).results)
+            return list(self.put_state(chain[len(chain) - 1], job.group, job.pieces[0]).results)
         return self.put_blocks(chain, job.first_block, job.pieces, job.context.traffic_class)
-
-    def _put_state(self, prefix_hash: PrefixHash, name: str, state: memoryview | bytes) -> PutReport:
-        try:
-            report = self._namespace.put_state(prefix_hash, name, state, traffic_class=STATE_CLASS)
-        except Exception as error:
-            report = _rejected(range(1), _failure(error))
-        self._note("save", report.failure or _first_rejection(report))
-        return report
 
     def _drop(self, job: SaveJob) -> None:
         self._book.unsaved([CLIENT_CLOSED] * len(job.pieces))
 
     def _put(
-        self, chain: Chain, first_block: int, part: Sequence[memoryview | bytes], traffic_class: str | None
+        self,
+        chain: Chain,
+        first_block: int,
+        part: Sequence[memoryview | bytes],
+        traffic_class: str | None,
+        patience_s: float,
     ) -> PutReport:
         try:
-            report = self._namespace.put(chain, list(part), first_block=first_block, traffic_class=traffic_class or "")
+            report = self._namespace.put(
+                chain,
+                list(part),
+                first_block=first_block,
+                traffic_class=traffic_class or "",
+                budget_s=self._budget_s(len(part) * self._namespace.block_bytes, patience_s),
+            )
         except Exception as error:
             report = _rejected(range(first_block, first_block + len(part)), _failure(error))
         self._note("save", report.failure or _first_rejection(report))
         return report
 
     # Both
+
+    def _budget_s(self, size_bytes: int, patience_s: float) -> float | None:
+        return self._namespace.budget_s(size_bytes) + patience_s if patience_s else None
 
     def _chain(
         self, step: str, request_tokens: Sequence[int], block_count: int, context: RequestContext

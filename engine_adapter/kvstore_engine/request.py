@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.model import Span
 from kvstore_engine.sampling import Sampler, SamplingParams
@@ -12,14 +14,17 @@ from kvstore_engine.sampling import Sampler, SamplingParams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from kvstore_engine.hook import PrefixLoad, RequestContext, Saving
+    from kvstore_engine.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A finished request. Times are seconds; those of shared steps are counted in full for each request in them."""
+    """A finished request. Times are seconds; those of shared steps are counted in full for each request in them.
+
+    Of a request that was taken over, tokens are counted from its beginning, and times from `Engine.take_over` on; if its first
+    token was chosen elsewhere, `ttft_s` is 0 and `first_logits` is empty.
+    """
 
     tokens: list[int]  # the new tokens; the end-of-sequence token included if that is what ended it
     finish_reason: str  # "eos" or "length"
@@ -57,6 +62,9 @@ class Request:
         self.computed_tokens = 0  # the next token to compute; before it all is there that later tokens need
         self.generation: Generation | None = None  # set when finished
         self.sampler = Sampler(params)
+        self.eos_ids: frozenset[int] = frozenset()
+        self.ticket: Ticket | None = None  # of a request that was taken over
+        self.recomputed_tokens = 0  # tokens whose KV the engine before had, and that are computed again
         self.block_ids: list[int] = []
         self.load: PrefixLoad | None = None  # until its outcome is known
         self.saved_blocks = 0  # leading blocks that need no saving: loaded, or handed to the hook
@@ -71,9 +79,14 @@ class Request:
         return -(-(len(self.prompt) + self.params.max_new_tokens - 1) // BLOCK_TOKENS)
 
     @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """The tokens before the one that goes into the next decoding step: the prompt, and the output but its last token."""
+        return self.prompt + tuple(self.output[:-1])
+
+    @property
     def is_prefilled(self) -> bool:
-        """Whether all of the prompt's KV is in the pool."""
-        return self.computed_tokens >= len(self.prompt)
+        """Whether the KV of all `known_tokens` is in the pool."""
+        return self.computed_tokens >= len(self.prompt) + max(0, len(self.output) - 1)
 
     def next_span(self, length: int) -> Span:
         """The next tokens to compute."""
@@ -81,19 +94,21 @@ class Request:
 
     def finish(self, finish_reason: str, total_s: float) -> None:
         """Sum up."""
-        assert self.first_logits is not None  # a request finishes after its first token
+        prompt_tokens = len(self.prompt)
+        # Of a request that was taken over, the answer's tokens may have been loaded too.
+        hit_tokens, resume_token = min(self.hit_tokens, prompt_tokens), min(self.resume_token, prompt_tokens)
         self.generation = Generation(
             tokens=list(self.output),
             finish_reason=finish_reason,
-            prompt_tokens=len(self.prompt),
-            hit_tokens=self.hit_tokens,
-            replayed_tokens=self.hit_tokens - self.resume_token,
-            prefill_tokens=len(self.prompt) - self.resume_token,
+            prompt_tokens=prompt_tokens,
+            hit_tokens=hit_tokens,
+            replayed_tokens=hit_tokens - resume_token,
+            prefill_tokens=prompt_tokens - resume_token,
             ttft_s=self.ttft_s,
             load_s=self.load_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
             save_s=self.save_s,
             total_s=total_s,
-            first_logits=self.first_logits,
+            first_logits=torch.empty(0) if self.first_logits is None else self.first_logits,
         )

@@ -36,7 +36,7 @@ def resume(request: Request, pool: KVPool, prefix: LoadedPrefix) -> None:
     request.hit_tokens = hit_tokens
     request.saved_blocks = prefix.hit_blocks
     # The last token is computed in any case: its logits choose the first new token.
-    request.resume_token = request.computed_tokens = min(start, len(request.prompt) - 1)
+    request.resume_token = request.computed_tokens = min(start, len(request.known_tokens) - 1)
     request.window_start = max(0, hit_tokens - pool.window_tokens) if snapshot else start
     request.saved_state_token = hit_tokens if snapshot else 0
     if snapshot and pool.window_layers:
@@ -49,7 +49,8 @@ def _has_state(pool: KVPool, prefix: LoadedPrefix) -> bool:
 
 
 def _check(request: Request, pool: KVPool, prefix: LoadedPrefix) -> None:
-    lent, hit_tokens = len(request.prompt) // BLOCK_TOKENS, prefix.hit_blocks * BLOCK_TOKENS
+    known = len(request.known_tokens)
+    lent, hit_tokens = known // BLOCK_TOKENS, prefix.hit_blocks * BLOCK_TOKENS
     if not 0 <= prefix.hit_blocks <= lent:
         raise RuntimeError(f"prefix cache claims {prefix.hit_blocks} blocks, it was lent {lent}")
     start = prefix.replay_start_token
@@ -62,5 +63,5 @@ def _check(request: Request, pool: KVPool, prefix: LoadedPrefix) -> None:
             f"prefix cache wants token {start} computed next behind {prefix.hit_blocks} blocks, with a window of "
             f"{pool.window_tokens} tokens empty"
         )
-    if start >= len(request.prompt):
+    if start >= known:
         raise RuntimeError(f"prefix cache claims all {prefix.hit_blocks} blocks, and leaves no token to compute")

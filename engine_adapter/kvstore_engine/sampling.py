@@ -36,6 +36,21 @@ class Sampler:
         self._params = params
         self._generator = torch.Generator().manual_seed(params.seed)
 
+    @property
+    def state(self) -> bytes:
+        """Where its random numbers are: what `restore` goes on from. Empty for a greedy choice, which draws none."""
+        return self._generator.get_state().numpy().tobytes() if self._params.temperature else b""
+
+    def restore(self, state: bytes) -> None:
+        """Go on from another sampler's `state`. Raises: ValueError: no sampler of these parameters has such a state."""
+        if bool(state) != bool(self._params.temperature):
+            raise ValueError(f"a sampler state of {len(state)} bytes at temperature {self._params.temperature:g}")
+        if state:
+            try:
+                self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            except RuntimeError as error:
+                raise ValueError(f"no sampler state: {error}") from None
+
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor) -> int:
         """Choose a token id from logits of shape (vocab_size,). Greedy ties go to the lowest id."""

@@ -496,7 +496,8 @@ def test_put_that_fails_loses_its_own_blocks_and_ends_the_save(client: KVStoreCl
 
     def put(chain: Any, blocks: Any, *, first_block: int, **options: Any) -> PutReport:
         # The second put has no time left.
-        return real.put(chain, blocks, first_block=first_block, budget_s=0 if first_block == 3 else None, **options)
+        options["budget_s"] = 0 if first_block == 3 else None
+        return real.put(chain, blocks, first_block=first_block, **options)
 
     handle = Handle(real, put=put)
     cache = make_cache(handle, max_put_bytes=3 * spec.block_bytes)
