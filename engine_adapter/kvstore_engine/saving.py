@@ -10,12 +10,16 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvstore_engine.hook import RequestContext
+
+
+# A thread with nothing to store ends after this, and a queue that nobody closed can be collected with all that it refers to.
+IDLE_S: Final = 5.0
 
 
 class Pending:
@@ -55,9 +59,16 @@ class SaveJob:
 
 
 class SaveQueue:
-    """Jobs in order, one after the other. Any thread may offer; the thread that stores is started by the first job."""
+    """Jobs in order, one after the other. Any thread may offer; the thread that stores is there while there are jobs."""
 
-    def __init__(self, max_bytes: int, store: Callable[[SaveJob], None], drop: Callable[[SaveJob], None]) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        store: Callable[[SaveJob], None],
+        drop: Callable[[SaveJob], None],
+        *,
+        idle_s: float = IDLE_S,
+    ) -> None:
         """Args:
         max_bytes: of all jobs not yet done, the one under way included.
         store: called with each job on the thread; must not raise.
@@ -66,6 +77,7 @@ class SaveQueue:
         self._max_bytes = max_bytes
         self._store = store
         self._drop = drop
+        self._idle_s = idle_s
         self._changed = threading.Condition()  # guards everything below
         self._jobs: deque[SaveJob] = deque()
         self._pending_bytes = 0
@@ -138,5 +150,8 @@ class SaveQueue:
 
     def _next(self) -> SaveJob | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._stopped)
-            return self._jobs.popleft() if self._jobs else None
+            self._changed.wait_for(lambda: self._jobs or self._stopped, self._idle_s)
+            if self._jobs:
+                return self._jobs.popleft()
+            self._thread = None
+            return None

@@ -209,9 +209,11 @@ def test_hit_is_computed_where_that_is_faster(server: RunningServer, request: py
 def test_closed_cache_saves_nothing_loads_nothing_and_holds_nothing(
     server: RunningServer, request: pytest.FixtureRequest
 ):
+    before = set(threading.enumerate())
     with cache_on(server, request.node.name) as cache:
         tokens = tokens_of(3)
         saving = cache.save_blocks(tokens, 0, memory(3), CONTEXT)
+        assert cache.start_load(tokens, CONTEXT, memory(3)).wait().hit_blocks in (0, 3)
         cache.close(flush_s=PATIENCE_S)
         cache.close()
         assert saving.done
@@ -219,8 +221,8 @@ def test_closed_cache_saves_nothing_loads_nothing_and_holds_nothing(
         assert cache.save_blocks(tokens, 0, memory(3), CONTEXT).done
         assert cache.start_load(tokens, CONTEXT, memory(3)).wait() == LoadedPrefix()
         assert cache.stats().unsaved_blocks == {"CLIENT_CLOSED": 3}
-        assert cache.stats().misses == {"CLIENT_CLOSED": 1}
-        names = {thread.name for thread in threading.enumerate()}
+        assert cache.stats().misses["CLIENT_CLOSED"] == 1
+        names = {thread.name for thread in set(threading.enumerate()) - before}
         assert not any(name.startswith(("kvstore-save", "kvstore-load")) for name in names)
 
 
@@ -378,6 +380,18 @@ def test_queue_never_holds_more_than_it_may():
     release.set()
     assert queue.flush(PATIENCE_S)
     assert queue.pending_bytes == 0
+    queue.stop(0)
+
+
+def test_thread_ends_when_there_is_nothing_to_store_and_comes_back():
+    before = set(threading.enumerate())
+    queue = SaveQueue(100, lambda _: None, lambda _: None, idle_s=0.05)
+    for _ in range(3):
+        one = job(queue.reserve(10, 10))
+        queue.offer(one)
+        assert one.pending.wait(PATIENCE_S)
+        while set(threading.enumerate()) - before:
+            threading.Event().wait(0.005)
     queue.stop(0)
 
 
