@@ -6,7 +6,6 @@ the newest counting a quarter. b and c are seconds so far ÷ bytes or tokens so 
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -75,7 +74,7 @@ class MeasuredBenefit:
     def __init__(self, *, reconsider_s: float = RECONSIDER_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._reconsider_s = reconsider_s
         self._clock = clock
-        self._lock = threading.Lock()  # guards everything below
+        # No lock, which a fork could leave locked: a race loses a measurement, and no more.
         self._look_up_s: float | None = None
         self._loads = _Rate(_FADE_BYTES, _FADE_LEAST_BYTES)
         self._prefills = _Rate(_FADE_TOKENS)
@@ -86,43 +85,37 @@ class MeasuredBenefit:
         load_s, prefill_s = self.load_s(size_bytes), self.prefill_s(saved_tokens)
         if load_s is None or prefill_s is None or load_s < prefill_s:
             return True
-        with self._lock:
-            return self._clock() - self._last_load_at >= self._reconsider_s
+        return self._clock() - self._last_load_at >= self._reconsider_s
 
     def load_s(self, size_bytes: int) -> float | None:
         """How long looking up and loading so much is expected to take; None before anything was measured."""
-        with self._lock:
-            s_per_byte = self._loads.seconds_per_unit
-            if self._look_up_s is None or s_per_byte is None:
-                return None
-            return self._look_up_s + s_per_byte * size_bytes
+        s_per_byte = self._loads.seconds_per_unit
+        if self._look_up_s is None or s_per_byte is None:
+            return None
+        return self._look_up_s + s_per_byte * size_bytes
 
     def prefill_s(self, tokens: int) -> float | None:
         """How long computing them is expected to take; None before anything was measured."""
-        with self._lock:
-            s_per_token = self._prefills.seconds_per_unit
-            return None if s_per_token is None else s_per_token * tokens
+        s_per_token = self._prefills.seconds_per_unit
+        return None if s_per_token is None else s_per_token * tokens
 
     def note_look_up(self, took_s: float) -> None:
         """A look-up was answered."""
-        with self._lock:
-            old = took_s if self._look_up_s is None else self._look_up_s
-            self._look_up_s = old + _NEWEST_WEIGHT * (took_s - old)
+        old = took_s if self._look_up_s is None else self._look_up_s
+        self._look_up_s = old + _NEWEST_WEIGHT * (took_s - old)
 
     def note_load(self, size_bytes: int, took_s: float) -> None:
         """Blocks were brought; the look-up not counted."""
         if size_bytes < 1:
             return
-        with self._lock:
-            self._loads.note(size_bytes, took_s)
-            self._last_load_at = self._clock()
+        self._loads.note(size_bytes, took_s)
+        self._last_load_at = self._clock()
 
     def note_prefill(self, tokens: int, took_s: float) -> None:
         """Tokens of a prompt were computed."""
         if tokens < _LEAST_TOKENS:
             return
-        with self._lock:
-            self._prefills.note(tokens, took_s)
+        self._prefills.note(tokens, took_s)
 
 
 class _Rate:
@@ -131,16 +124,16 @@ class _Rate:
     def __init__(self, fade_units: float, fade_least_units: float = 0.0) -> None:
         self._fade_units = fade_units
         self._fade_least_units = fade_least_units
-        self._units = 0.0
-        self._seconds = 0.0
+        self._units_and_seconds = 0.0, 0.0  # one attribute: threads see both of one moment
 
     @property
     def seconds_per_unit(self) -> float | None:
         """None before anything was measured."""
-        return self._seconds / self._units if self._units else None
+        units, seconds = self._units_and_seconds
+        return seconds / units if units else None
 
     def note(self, units: float, took_s: float) -> None:
         """So many units took so long."""
         kept = (1 - _NEWEST_WEIGHT) ** (max(units, self._fade_least_units) / self._fade_units)
-        self._units = kept * self._units + units
-        self._seconds = kept * self._seconds + took_s
+        units_so_far, seconds_so_far = self._units_and_seconds
+        self._units_and_seconds = kept * units_so_far + units, kept * seconds_so_far + took_s

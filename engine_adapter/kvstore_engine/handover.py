@@ -11,19 +11,18 @@ Whatever the store did not take, or no longer has, is computed again: the ticket
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kvstore_client import PrefixHash, PutStatus, prefix_seed
 from kvstore_engine.hook import LoadedPrefix
+from kvstore_engine.store_steps import HANDOFF_CLASS
 from kvstore_engine.ticket import FOREIGN, PausedRequest, Ticket, TicketError, read_ticket, state_name, write_ticket
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kvstore_client import Chain, MatchResult, NamespaceHandle, PutReport, PutResult
-
-# What is kept for minutes: see the traffic classes of the server.
-HANDOFF_CLASS: Final = "handoff"
+    from kvstore_client import Chain, NamespaceHandle, PutResult
+    from kvstore_engine.store_steps import StoreSteps
 
 
 @runtime_checkable
@@ -63,38 +62,10 @@ class HandoverHook(Protocol):
         ...
 
 
-class Steps(Protocol):
-    """The steps of a prefix cache that a hand-over takes. None of them raises for trouble with the store."""
-
-    def look_up(
-        self, chain: Chain, traffic_class: str | None, *, peek: bool = False, patience_s: float = 0.0
-    ) -> MatchResult: ...
-
-    def put_blocks(
-        self,
-        chain: Chain,
-        first_block: int,
-        views: Sequence[memoryview | bytes],
-        traffic_class: str | None,
-        *,
-        patience_s: float = 0.0,
-    ) -> list[PutResult]: ...
-
-    def load_blocks(self, chain: Chain, views: Sequence[memoryview], lease: bytes) -> tuple[int, str]: ...
-
-    def put_state(
-        self, prefix_hash: PrefixHash, name: str, state: memoryview | bytes, *, patience_s: float = 0.0
-    ) -> PutReport: ...
-
-    def fetch_state(self, prefix_hash: PrefixHash, name: str, max_bytes: int) -> bytearray | None: ...
-
-    def shortened(self, blocks: int) -> LoadedPrefix: ...
-
-
 class Handover:
     """Moves requests through one namespace."""
 
-    def __init__(self, namespace: NamespaceHandle, steps: Steps) -> None:
+    def __init__(self, namespace: NamespaceHandle, steps: StoreSteps) -> None:
         self._namespace = namespace
         self._steps = steps
 

@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import serving
 from kvstore.server import CLIENT_PING_INTERVAL_MIN_MS
 from kvstore_client import ClientConfig
-from kvstore_client.channel import _channel_options
+from kvstore_client.channel import channel_options
 from serving import running_server
 
 SCALE = 100
@@ -34,7 +34,7 @@ class Watch:
     """A call that stays open and says nothing after the first message, on a channel that pings as often as it may."""
 
     def __init__(self, target: str) -> None:
-        options = dict(_channel_options(ClientConfig(target=target)))
+        options = dict(channel_options(ClientConfig(target=target)))
         # Of itself gRPC pings a silent server twice only, then more rarely; not counting on that, the test is the stricter.
         options |= {"grpc.keepalive_time_ms": PING_MS, "grpc.http2.max_pings_without_data": 0}
         self._channel = grpc.insecure_channel(target, options=list(options.items()))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from kvstore.server import CLIENT_PING_INTERVAL_MIN_MS, GRPC_OPTIONS
 from kvstore_api.limits import MAX_MESSAGE_BYTES
 from kvstore_client import ClientConfig
-from kvstore_client.channel import KEEPALIVE_TIME_MS, _channel_options
+from kvstore_client.channel import KEEPALIVE_TIME_MS, channel_options
 
-CLIENT_OPTIONS = dict(_channel_options(ClientConfig()))
+CLIENT_OPTIONS = dict(channel_options(ClientConfig()))
 
 
 def test_a_client_that_pings_as_ours_does_is_never_sent_away():
