@@ -138,8 +138,13 @@ def model_kv_layout(
     return _ordinary(reader, kv_dtype, padding_bytes or 0)
 
 
-def _named(name: str, padding_bytes: int) -> str:
-    return f"{name}/1+pad{padding_bytes}"
+def _named(name: str, padding: str) -> str:
+    return f"{name}/1+{padding}"
+
+
+def _pads_pages(engine: str, padding_bytes: int | None) -> bool:
+    """Whether the padding is between the parts of a block; else all of it is at the end."""
+    return padding_bytes is None and engine == VLLM
 
 
 def _format(formats: Mapping[str, NumberFormat], kv_dtype: str) -> NumberFormat:
@@ -166,10 +171,12 @@ def _compressed(config: ModelConfig, kv_dtype: str, engine: str, padding_bytes: 
     entries = _entries_per_block(config)
     pages = {layer: (count * main_bytes, count * index_bytes) for layer, count in entries.items()}
     layout = _padded_layout(pages, engine, padding_bytes)
+    # As many bytes between the parts and behind them would be two layouts of one size.
+    padding = f"page{_VLLM_PAGE_BYTES}" if _pads_pages(engine, padding_bytes) else f"pad{layout.padding_bytes}"
     window_tokens, draft_tokens = config.number("sliding_window"), config.number("dspark_block_size", default=0)
     return ModelKv(
         layout=layout,
-        layout_name=_named(f"kv-sources-{_INDEX_FORMAT.name}-index", layout.padding_bytes),
+        layout_name=_named(f"kv-sources-{_INDEX_FORMAT.name}-index", padding),
         kv_dtype=kv_dtype,
         window_layers=tuple(range(max(entries))),
         window_tokens=window_tokens,
@@ -196,7 +203,7 @@ def _entries_per_block(config: ModelConfig) -> dict[int, int]:
 
 def _padded_layout(pages: Mapping[int, Sequence[int]], engine: str, padding_bytes: int | None) -> BlockLayout:
     """Each layer's pages, given by their bytes, in order, padded as the engine does; or packed, with so much padding behind."""
-    if padding_bytes is None and engine == VLLM:
+    if _pads_pages(engine, padding_bytes):
         return _page_by_page(pages)
     sizes = [(layer, sum(layer_pages)) for layer, layer_pages in pages.items()]
     if padding_bytes is None:
@@ -232,7 +239,7 @@ def _ordinary(config: ModelConfig, kv_dtype: str | None, padding_bytes: int) -> 
     window_tokens = config.number("sliding_window") if window_layers else 0
     return ModelKv(
         layout=BlockLayout.uniform(full_layers, BLOCK_TOKENS * token_bytes, padding_bytes),
-        layout_name=_named("layer-major", padding_bytes),
+        layout_name=_named("layer-major", f"pad{padding_bytes}"),
         kv_dtype=dtype,
         window_layers=window_layers,
         window_tokens=window_tokens,

@@ -128,6 +128,13 @@ def test_the_layout_names_the_padding_that_the_block_size_does_not_show():
     assert preset(V41, revision="r1").spec.layout != preset(V41, revision="r1", padding_bytes=0).spec.layout
 
 
+def test_as_much_padding_in_other_places_makes_another_namespace():
+    paged, packed = preset(V41, revision="r1"), preset(V41, revision="r1", padding_bytes=768)
+    assert paged.spec.block_bytes == packed.spec.block_bytes
+    assert paged.layout != packed.layout
+    assert paged.spec.digest() != packed.spec.digest()
+
+
 @pytest.mark.parametrize("revision", ["", None])
 def test_a_preset_needs_a_revision(revision):
     with pytest.raises(NamespaceSpecError, match="revision"):
