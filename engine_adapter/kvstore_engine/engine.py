@@ -14,6 +14,7 @@ from kvstore_engine.kv_pool import BLOCK_TOKENS
 from kvstore_engine.request import Generation, Request
 from kvstore_engine.resuming import lent_views, resume
 from kvstore_engine.sampling import SamplingParams
+from kvstore_engine.ticket import write_ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -196,7 +197,11 @@ class Engine:
         end = request.computed_tokens if request.computed_tokens >= request.hit_tokens else 0
         views = [self._pool.block_view(block_id) for block_id in request.block_ids[: end // BLOCK_TOKENS]]
         states = self._pool.states(request.block_ids, end) if end else {}
-        ticket = mover.hand_over(moving.pause(request, end), views, states, patience_s=patience_s)
+        if request.ticket is not None and not end:
+            # Nothing to add to what the engine before has stored: it waits here, or is being replayed.
+            ticket = write_ticket(request.ticket)
+        else:
+            ticket = mover.hand_over(moving.pause(request, end), views, states, patience_s=patience_s)
         self.cancel(request)
         return ticket
 

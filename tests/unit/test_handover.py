@@ -123,6 +123,21 @@ def test_a_request_can_be_handed_on_and_a_ticket_be_used_twice(node: Callable[[]
     assert [each.model.computed_tokens for each in nodes] == [252, 1 + 9, 4 + 9, 4]
 
 
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("prompt_tokens", [60, 250])
+def test_a_request_that_waits_where_it_was_handed_to_is_handed_on_with_its_kv(
+    node: Callable[[], Node], prompt_tokens: int, params: SamplingParams
+):
+    prompt, (first, second, third) = prompt_of(prompt_tokens), (node(), node(), node())
+    ticket = first.engine.hand_over(first.until(first.engine.submit(prompt, params), 9))
+    on = second.engine.hand_over(second.engine.take_over(ticket))
+    assert not second.engine.has_work
+    assert on == ticket
+    moved = third.engine.take_over(on)
+    assert third.finish(moved).tokens == undisturbed(prompt, params)
+    assert (moved.recomputed_tokens, third.model.computed_tokens) == (0, params.max_new_tokens - 9)
+
+
 def test_requests_in_one_batch_with_the_same_blocks_and_other_tails_do_not_mix(node: Callable[[], Node]):
     shared, first, second = prompt_of(256), node(), node()
     # Same length, same blocks, other tails; and one whose last block has the same tokens but other images.

@@ -112,6 +112,20 @@ def test_in_the_middle_of_a_replay_a_request_leaves_without_kv(node: Callable[..
         assert generation.tokens == undisturbed(prompt, PARAMS, HYBRID)
 
 
+def test_in_the_middle_of_a_replay_a_request_that_came_with_kv_leaves_with_it(
+    node: Callable[..., Node], mode: ReplayMode
+):
+    prompt, (first, second, third) = prompt_of(300), (node(), node("window", chunk_tokens=30), node())
+    ticket = first.engine.hand_over(first.until(first.engine.submit(prompt, PARAMS), 5))
+    request = second.engine.take_over(ticket)
+    second.engine.step()
+    assert 0 < request.computed_tokens < request.hit_tokens == 256
+    assert second.engine.hand_over(request) == ticket
+    moved = third.engine.take_over(ticket)
+    assert third.finish(moved).tokens == undisturbed(prompt, PARAMS, HYBRID)
+    assert (moved.recomputed_tokens, third.model.computed_tokens) == (0, PARAMS.max_new_tokens - 5)
+
+
 @pytest.mark.parametrize("computed", [255, 256, 257, 300])
 @pytest.mark.parametrize("goes_on", [True, False], ids=["behind the answer", "behind the prompt"])
 def test_what_is_stored_after_a_hand_over_is_what_a_cold_run_would_store(
