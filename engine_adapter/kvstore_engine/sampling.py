@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+_FLOAT32 = torch.finfo(torch.float32)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -21,8 +23,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature <= _FLOAT32.max:
+            raise ValueError(f"temperature must not be negative, nor infinite, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative, got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -63,11 +65,11 @@ class Sampler:
     def _candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unnormalised probabilities and ids of the tokens that may be chosen, likeliest first."""
         # Relative to the maximum, so that no temperature, however small, makes infinities of likely tokens.
-        relative = (logits.float() - logits.max()) / self._params.temperature
+        relative = (logits.float() - logits.max()) / max(float(self._params.temperature), _FLOAT32.tiny)
         scaled, token_ids = relative.sort(descending=True, stable=True)
         if self._params.top_k:
             scaled, token_ids = scaled[: self._params.top_k], token_ids[: self._params.top_k]
         probabilities = scaled.softmax(-1)
         # A token stays while those before it have not reached top_p, so the likeliest always does.
-        kept = int((probabilities.cumsum(-1) - probabilities < self._params.top_p).sum())
+        kept = max(1, int((probabilities.cumsum(-1) - probabilities < self._params.top_p).sum()))
         return probabilities[:kept], token_ids[:kept]

@@ -45,12 +45,30 @@ def test_seed_decides_the_tokens():
 
 
 def test_vanishing_temperature_is_greedy_and_not_infinite():
-    assert draw(SamplingParams(temperature=1e-40), 5, LOGITS * 1e3) == [1] * 5
+    for temperature in (1e-40, 1e-50, 5e-324):
+        assert draw(SamplingParams(temperature=temperature), 5, LOGITS * 1e3) == [1] * 5
+
+
+def test_vanishing_top_p_leaves_the_likeliest():
+    assert draw(SamplingParams(temperature=1.0, top_p=1e-50), 20) == [1] * 20
+
+
+def test_temperature_may_be_a_large_whole_number():
+    assert set(draw(SamplingParams(temperature=10**30), 100)) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_new_tokens", 0), ("temperature", -0.1), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1)],
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", 10**400),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+    ],
 )
 def test_impossible_parameter_is_named(field: str, value: float):
     with pytest.raises(ValueError, match=field):
