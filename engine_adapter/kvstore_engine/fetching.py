@@ -87,6 +87,8 @@ class PrefixFetcher:
         if match.failure is not None:
             return MISS, match.failure.reason
         plan, spec = match.plan, self._namespace.spec
+        if not plan.hit_tokens:
+            return MISS, NOT_STORED
         states = self._fetch_states(chain, plan)
         if not is_safe(spec, plan, states.keys()):
             if plan.mode is not ReplayMode.SNAPSHOT:

@@ -268,6 +268,14 @@ def test_snapshot_of_another_size_is_a_miss(namespace):
     assert_equal_answer(warm, cold)
 
 
+@pytest.mark.parametrize("mode", [BOUNDED, EXACT, SNAPSHOT])
+def test_what_was_never_stored_is_no_bad_plan(namespace, mode: ReplayMode):
+    node = Node(namespace(mode, ALTERNATE), ALTERNATE)
+    node.generate(PROMPT[:300])
+    assert node.cache is not None
+    assert node.cache.stats().misses == {"NOT_STORED": 1}
+
+
 def test_longer_replay_span_of_the_namespace_is_honoured(namespace):
     handle = namespace(BOUNDED, ALTERNATE, replay_tokens=131)
     Node(handle, ALTERNATE).generate(PROMPT[:700])
