@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 _NO_DEFAULT = -1
+_MAX_NUMBER = 2**31 - 1
 
 
 class ModelConfigError(ValueError):
@@ -39,8 +40,8 @@ class ModelConfig:
         """A text, or "" when the key is not there."""
         return str(self._values.get(key) or "")
 
-    def number(self, key: str, *, default: int = _NO_DEFAULT) -> int:
-        """A whole number of at least 1, or `default` when the key is missing or null.
+    def number(self, key: str, *, default: int = _NO_DEFAULT, at_most: int = _MAX_NUMBER) -> int:
+        """A whole number from 1 to `at_most`, or `default` when the key is missing or null.
 
         Raises: ModelConfigError: it is something else, or missing without a default.
         """
@@ -51,6 +52,8 @@ class ModelConfig:
             raise ModelConfigError(key, "is missing")
         if not _is_whole(value) or value < 1:
             raise ModelConfigError(key, f"is {value!r}; wanted is a whole number of 1 or more")
+        if value > at_most:
+            raise ModelConfigError(key, f"is {value!r:.40}; wanted is at most {at_most}")
         return value
 
     def numbers(self, key: str, *, at_least: int) -> list[int]:

@@ -291,6 +291,8 @@ def test_windows_are_where_the_configuration_says(keys, window_layers):
         (LLAMA, {"num_hidden_layers": 0}, "num_hidden_layers"),
         (LLAMA, {"num_hidden_layers": "30"}, "num_hidden_layers"),
         (LLAMA, {"num_hidden_layers": True}, "num_hidden_layers"),
+        (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        (LLAMA, {"head_dim": 10**400}, "head_dim"),
         (LLAMA, {"num_key_value_heads": None}, "num_key_value_heads"),
         (LLAMA, {"num_key_value_heads": 2}, "num_key_value_heads"),
         (LLAMA, {"hidden_size": None}, "hidden_size"),
@@ -334,3 +336,10 @@ def test_what_is_no_configuration_at_all_is_told(config, key):
     with pytest.raises(ModelConfigError) as raised:
         model_kv_layout(config)
     assert raised.value.key == key
+
+
+@pytest.mark.parametrize("config", [LLAMA, preset_config(V41)])
+def test_padding_is_never_negative(config):
+    with pytest.raises(ModelConfigError, match="is -1; wanted is 0 or more") as raised:
+        model_kv_layout(config, padding_bytes=-1)
+    assert raised.value.key == "padding_bytes"
