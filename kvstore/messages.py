@@ -66,6 +66,7 @@ def read_frame_message(frame: ReadFrame) -> bytes:
         blocks=frame.blocks,
         checksums=frame.checksums,
         offset_bytes=frame.offset_bytes,
+        block_checksums=frame.block_checksums,
         misses=[types_pb2.Miss(block=miss.block, reason=miss.reason) for miss in frame.misses],
     )
     if frame.message is not None:

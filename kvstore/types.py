@@ -69,6 +69,7 @@ class ReadFrame:
     parts: Sequence[Buffer]  # their bytes in order; valid until the next frame is asked for
     size_bytes: int
     misses: Sequence[Miss]
+    block_checksums: Sequence[int] = ()  # of the whole blocks, where parts were asked for
     message: MessageBuffer | None = None  # holds the bytes instead of `parts`, where the reader was asked to use one
 
 

@@ -124,6 +124,7 @@ def frame(chain: Chain, blocks: dict[int, bytes], /, **fields: Any) -> pb.GetBlo
         **{
             "blocks": list(blocks),
             "checksums": [block_checksum(data, chain[position]) for position, data in blocks.items()],
+            "block_checksums": [position + 1 for position in blocks],
             "data": b"".join(blocks.values()),
             **fields,
         }

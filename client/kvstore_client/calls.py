@@ -149,9 +149,10 @@ class NamespaceCalls:
         """With `part`, everything is as if blocks consisted of that part alone."""
         count = requests.block_range(chain, first_block, block_count)
         size = self._block_bytes if part is None else requests.part_bytes(part, self._block_bytes)
+        part = None if size == self._block_bytes else part  # all of a block is no part of it
         buffers = blocks_to_write(out, size, count)
         request = requests.get(self.digest, chain, first_block, count, lease, part)
-        incoming = IncomingBlocks(chain, first_block, buffers, size)
+        incoming = IncomingBlocks(chain, first_block, buffers, size, of_parts=part is not None)
         connection, budget = self._current(), self._budget(budget_s, len(request) + count * size)
 
         def attempt() -> Steps[None]:
@@ -163,7 +164,7 @@ class NamespaceCalls:
             failure = None  # all that was wanted came; a deadline while waiting for the stream's end takes nothing away
         statuses = incoming.statuses(failure)
         connection.stats.got(statuses, size)
-        return GetResult(statuses, failure)
+        return GetResult(statuses, failure, incoming.block_checksums())
 
     def put(
         self, chain: Chain, blocks: object, first_block: int, traffic_class: str, budget_s: float | None

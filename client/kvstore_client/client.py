@@ -168,7 +168,8 @@ class NamespaceHandle:
             block_count: the rest of the chain when None.
             lease: of a match; spares the server the look-up.
             part: (offset_bytes, size_bytes), to bring only that part of each block, such as one layer's. `out` then holds
-                size_bytes for each block instead of block_bytes.
+                size_bytes for each block instead of block_bytes. Parts of one block from several calls belong together only if
+                their `block_checksums` in the results are equal.
         Returns: a status per block. "OK" means that the bytes now in `out` have been verified; the contents of `out` are
             undefined for all other blocks. When the budget ends in the middle, the blocks that came before are OK.
         Raises: ValueError, TypeError: the range is not in the chain, the part not in the block, or `out` does not fit.

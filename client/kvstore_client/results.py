@@ -52,10 +52,14 @@ class GetResult:
 
     `statuses` has one entry per block asked for: "OK", or why it is a miss. The contents of `out` are undefined for every
     block that is not OK. `failure` is set when the call ended early; blocks that came before that are OK all the same.
+
+    `block_checksums`, where a part of each block was asked for, are those of the whole blocks, 0 for every one that is not OK.
+    Parts that several gets brought make a block only if they are equal: it may have been deleted and put again in between.
     """
 
     statuses: Sequence[str]
     failure: Failure | None = None
+    block_checksums: Sequence[int] = ()
 
     @property
     def leading_blocks(self) -> int:

@@ -96,7 +96,11 @@ class IncomingBlocks:
     that contradicts the protocol ends the get; what was verified before stays valid, since each block stands for itself.
     """
 
-    def __init__(self, chain: Chain, first_block: int, out: BlockBuffers, block_bytes: int) -> None:
+    def __init__(
+        self, chain: Chain, first_block: int, out: BlockBuffers, block_bytes: int, *, of_parts: bool = False
+    ) -> None:
+        """`of_parts`: what counts as a block here is a part of one."""
+        self._of_parts = of_parts
         self._chain = chain
         self._first_block = first_block
         self._out = out
@@ -106,6 +110,7 @@ class IncomingBlocks:
     def restart(self) -> None:
         """Forget everything: the blocks are asked for anew."""
         self._verdicts: list[str | None] = [None] * self._out.count
+        self._wholes = [0] * self._out.count  # checksums of the whole blocks, where parts are asked for
         self._next_index = 0  # data of blocks before this one may not come any more
         self._part_bytes = 0  # bytes that have come of block `_next_index`, when it comes in parts
 
@@ -119,6 +124,8 @@ class IncomingBlocks:
         positions: Sequence[int] = frame.blocks
         if len(frame.checksums) != len(positions):
             raise BadReplyError(f"{len(frame.checksums)} checksums for {len(positions)} blocks")
+        if self._of_parts and len(frame.block_checksums) != len(positions):
+            raise BadReplyError(f"{len(frame.block_checksums)} checksums of whole blocks for parts of {len(positions)}")
         if len(data) == len(positions) * self._block_bytes and not frame.offset_bytes:
             self._take_blocks(positions, frame.checksums, data)
         elif len(positions) == 1 and len(data):
@@ -127,8 +134,18 @@ class IncomingBlocks:
             raise BadReplyError(
                 f"{len(data)} bytes at offset {frame.offset_bytes} for {len(positions)} blocks of {self._block_bytes}"
             )
+        for position, whole in zip(positions, frame.block_checksums, strict=False):
+            self._wholes[position - self._first_block] = whole
         for miss in frame.misses:
             self._take_miss(miss.block, miss.reason)
+
+    def block_checksums(self) -> list[int]:
+        """Those of the whole blocks, where parts were asked for; 0 for blocks that are not OK."""
+        if not self._of_parts:
+            return []
+        return [
+            whole if verdict == BLOCK_OK else 0 for whole, verdict in zip(self._wholes, self._verdicts, strict=True)
+        ]
 
     def statuses(self, failure: Failure | None) -> list[str]:
         """One status per block, after the call has ended; blocks that were not settled get the failure's reason."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NOT_STORED: Final = "NOT_STORED"
 NOT_WORTH_IT: Final = "NOT_WORTH_IT"  # computing is expected to be faster
+REPLACED: Final = "REPLACED"  # put anew while its parts were loaded
 BAD_PLAN: Final = "BAD_PLAN"  # the store's resume plan would leave a KV group without what it needs
 
 
@@ -116,7 +117,7 @@ class PrefixFetcher:
     def _load_timed(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
         began = time.monotonic()
         if len(self._parts) == 1:
-            loaded_blocks, gap = self._steps.load_blocks(chain, load.views[: len(chain)], lease)
+            loaded_blocks, gap, _ = self._steps.load_blocks(chain, load.views[: len(chain)], lease)
             if not gap:
                 load.part_there()
         else:
@@ -125,22 +126,39 @@ class PrefixFetcher:
         return loaded_blocks, gap
 
     def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
-        """One part of all blocks after the other, in one budget. A block of which a part is missing does not count."""
+        """One part of all blocks after the other, in one budget. A block of which a part is missing does not count.
+
+        Nor does one whose parts are of two: it was deleted and put again between the calls.
+        """
         end_s = time.monotonic() + self._namespace.budget_s(len(chain) * self._namespace.block_bytes)
-        valid, gap = len(chain), ""
-        for offset, size in self._parts:
+        valid, gap, wholes = len(chain), "", None
+        for part in self._parts:
             if load.given_up:
                 return 0, CANCELLED
-            views = [view[offset : offset + size] for view in load.views[:valid]]
-            valid, end = self._steps.load_blocks(
-                chain.first(valid), views, lease, (offset, size), end_s - time.monotonic()
-            )
-            gap = end or gap
+            views = _parts_of(load.views[:valid], part)
+            loaded = self._steps.load_blocks(chain.first(valid), views, lease, part, end_s - time.monotonic())
+            wholes = wholes or loaded.whole_checksums
+            same = _equal_from_the_start(wholes, loaded.whole_checksums[: loaded.blocks])
+            gap = gap or (loaded.gap if same == loaded.blocks else REPLACED)
+            valid = same
             if not valid:
                 break
             if not gap:
                 load.part_there()
         return valid, gap
+
+
+def _parts_of(views: Sequence[memoryview], part: tuple[int, int]) -> list[memoryview]:
+    offset, size = part
+    return [view[offset : offset + size] for view in views]
+
+
+def _equal_from_the_start(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading items of `other` are those of `one`."""
+    for index, (first, second) in enumerate(zip(one, other, strict=False)):
+        if first != second:
+            return index
+    return len(other)
 
 
 def _ranges(layout: BlockLayout | None, block_bytes: int) -> list[tuple[int, int]]:

@@ -110,7 +110,7 @@ class Handover:
         """See `HandoverHook.take_over`."""
         request = ticket.request
         chain = self._chain(request)
-        blocks = self._steps.load_blocks(chain, views, b"")[0] if views else 0
+        blocks = self._steps.load_blocks(chain, views, b"").blocks if views else 0
         wanted = {kind: size for kind, size in state_sizes.items() if size}
         if blocks == len(views):
             states = self._fetch_states(request, self._last_hash(request, chain), wanted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore_api.resume import resume_plan
 from kvstore_client import (
@@ -40,6 +40,17 @@ NO_RESULT: Final = "NO_RESULT"
 _LOGGER = logging.getLogger("kvstore_engine.prefix_cache")
 # The client itself says in one line when its store stops answering, and in another when it is back.
 _LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE", "BREAKER_OPEN"})
+
+
+class BlocksLoaded(NamedTuple):
+    """How many blocks from the first on are valid, and the reason why the next one is not: "" if there is none.
+
+    Blocks behind a bad one do not count even if they came: without it their KV is of no use.
+    """
+
+    blocks: int
+    gap: str
+    whole_checksums: Sequence[int]  # of the blocks, where a part of each was loaded
 
 
 class StoreSteps:
@@ -110,12 +121,8 @@ class StoreSteps:
         lease: bytes,
         part: tuple[int, int] | None = None,
         budget_s: float | None = None,
-    ) -> tuple[int, str]:
-        """Bring the first blocks of `chain`, or a part of each, into `views`.
-
-        Returns: how many blocks from the first on are valid, and the reason why the next one is not: "" if there is
-            none. Blocks behind a bad one do not count even if they came: without it their KV is of no use.
-        """
+    ) -> BlocksLoaded:
+        """Bring the first blocks of `chain`, or a part of each, into `views`."""
         try:
             result = self._namespace.get(
                 chain, list(views), block_count=len(views), lease=lease, part=part, budget_s=budget_s
@@ -125,10 +132,11 @@ class StoreSteps:
         self.note("load", result.failure)
         valid = min(result.leading_blocks, len(views))
         if valid == len(views):
-            return valid, ""
+            return BlocksLoaded(valid, "", result.block_checksums)
         # A block without a status is not valid: there may be fewer of them than blocks were asked for.
         unsettled = result.failure.reason if result.failure is not None else NO_RESULT
-        return valid, result.statuses[valid] if valid < len(result.statuses) else unsettled
+        gap = result.statuses[valid] if valid < len(result.statuses) else unsettled
+        return BlocksLoaded(valid, gap, result.block_checksums)
 
     def put_blocks(
         self,

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     _Files = Mapping[int, Segment | None]  # by segment id; None: reclaimed
     # Reads blocks (indices of a request) into a buffer, one after the other; returns checksums of those that are right, and misses.
-    _Read = Callable[[range, memoryview], tuple[dict[int, int], list[Miss]]]
+    # Checksums of what was read, misses, and the checksums of the whole blocks where those are others.
+    _Read = Callable[[range, memoryview], tuple[dict[int, int], list[Miss], dict[int, int]]]
 
 _FIRST_FRAME_DIVISOR = 4
 # Where only parts of blocks are wanted: bytes that are read whole at a time, to be checked, and those that are read for a frame at
@@ -95,7 +96,7 @@ class BlockReader:
             return self._large_blocks(request, files)
         step = min(MAX_FRAME_DATA_BYTES // len(request.part), MAX_FRAME_BLOCKS)
         if request.whole:
-            return self._frames(request, step, partial(self._read, request, files), in_messages)
+            return self._frames(request, step, partial(self._read_whole, request, files), in_messages)
         step = max(1, min(step, _READ_PER_FRAME_BYTES // request.block_bytes))
         scratch = memoryview(bytearray(max(1, _SCRATCH_BYTES // request.block_bytes) * request.block_bytes))
         return self._frames(request, step, partial(self._read_parts, request, files, scratch), in_messages)
@@ -111,14 +112,14 @@ class BlockReader:
         size = len(request.part)
         message = MessageBuffer(len(indices) * size) if in_messages else None
         view = message.view() if message is not None else memoryview(bytearray(len(indices) * size))
-        checksums, misses = read(indices, view)
+        checksums, misses, wholes = read(indices, view)
         blocks = [request.first_block + index for index in checksums]
-        sums = list(checksums.values())
+        sums, whole_sums = list(checksums.values()), list(wholes.values())
         if not misses and message is not None:
-            return ReadFrame(blocks, sums, 0, [], len(view), [], message)
+            return ReadFrame(blocks, sums, 0, [], len(view), [], whole_sums, message)
         at = [(index - indices.start) * size for index in checksums]
         parts = [view[start : start + size] for start in at] if misses else [view]
-        return ReadFrame(blocks, sums, 0, parts, len(checksums) * size, misses)
+        return ReadFrame(blocks, sums, 0, parts, len(checksums) * size, misses, whole_sums)
 
     def _large_blocks(self, request: ReadRequest, files: _Files) -> Iterator[ReadFrame]:
         buffer = memoryview(bytearray(request.block_bytes))
@@ -130,30 +131,38 @@ class BlockReader:
                 continue
             part = buffer[request.part.start : request.part.stop]
             checksum = checksums[index] if request.whole else block_checksum(part, request.prefix_hash(index))
+            wholes = [] if request.whole else [checksums[index]]
             for offset in range(0, len(part), MAX_FRAME_DATA_BYTES):
                 data = part[offset : offset + MAX_FRAME_DATA_BYTES]
-                yield ReadFrame([block], [checksum], offset, [data], len(data), [])
+                yield ReadFrame([block], [checksum], offset, [data], len(data), [], wholes)
 
     def _read_parts(
         self, request: ReadRequest, files: _Files, scratch: memoryview, indices: range, buffer: memoryview
-    ) -> tuple[dict[int, int], list[Miss]]:
+    ) -> tuple[dict[int, int], list[Miss], dict[int, int]]:
         """As `_read`, but of each block only the part wanted comes into `buffer`, with a checksum of its own.
 
         That is of the very bytes that were checked as a part of their block, so nothing can happen to them in between unseen.
         """
         size, step = len(request.part), len(scratch) // request.block_bytes
         sums: dict[int, int] = {}
+        wholes: dict[int, int] = {}
         misses: list[Miss] = []
         for first in range(indices.start, indices.stop, step):
             whole, missed = self._read(request, files, range(first, min(first + step, indices.stop)), scratch)
             misses += missed
+            wholes |= whole
             for index in whole:
                 start = (index - first) * request.block_bytes
                 part = scratch[start + request.part.start : start + request.part.stop]
                 sums[index] = block_checksum(part, request.prefix_hash(index))
                 at = (index - indices.start) * size
                 buffer[at : at + size] = part
-        return sums, misses
+        return sums, misses, wholes
+
+    def _read_whole(
+        self, request: ReadRequest, files: _Files, indices: range, buffer: memoryview
+    ) -> tuple[dict[int, int], list[Miss], dict[int, int]]:
+        return *self._read(request, files, indices, buffer), {}
 
     def _read(
         self, request: ReadRequest, files: _Files, indices: range, buffer: memoryview

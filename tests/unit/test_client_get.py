@@ -264,6 +264,7 @@ def test_part_of_each_block_comes_as_if_blocks_were_that_part_alone(peer, namesp
     whole = bytearray(size * COUNT)
     out = [memoryview(whole)[i * size : (i + 1) * size] for i in range(COUNT)] if scattered else whole
     result = namespace.get(CHAIN, out, first_block=FIRST, block_count=COUNT, part=(offset, size))
+    assert [sum_ > 0 for sum_ in result.block_checksums] == [status == "OK" for status in result.statuses]
     assert list(result.statuses) == ["OK"] * 4 + ["NO_RESULT", "CORRUPT", "EXPIRED", "OK"]
     assert (peer.requests[-1].part_offset_bytes, peer.requests[-1].part_bytes) == (offset, size)
     for index, status in enumerate(result.statuses):

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -295,7 +296,9 @@ def test_block_of_which_one_part_did_not_come_ends_the_hit(
             result = real_get(chain, buffers, block_count=block_count, **options)
             if len(asked) - 1 != bad_part:
                 return result
-            return GetResult([*result.statuses[:bad_block], "CORRUPT", *result.statuses[bad_block + 1 :]])
+            return replace(
+                result, statuses=[*result.statuses[:bad_block], "CORRUPT", *result.statuses[bad_block + 1 :]]
+            )
 
         namespace.get = get  # type: ignore[method-assign]
         load = cache.start_load(tokens, CONTEXT, out)
@@ -307,6 +310,31 @@ def test_block_of_which_one_part_did_not_come_ends_the_hit(
         after = [bad_block] * (2 - bad_part) if bad_block else []
         assert asked == [5] * (bad_part + 1) + after
         assert cache.stats().misses == {"CORRUPT": 1}
+
+
+@pytest.mark.parametrize("replaced", [0, 2, 4])
+@pytest.mark.parametrize("before_part", [1, 2])
+def test_block_that_is_put_anew_between_its_parts_ends_the_hit(
+    server: RunningServer, request: pytest.FixtureRequest, before_part: int, replaced: int
+):
+    """Its parts are sound, each by itself, and under the lease of the match; together they are nobody's block."""
+    tokens, views, out = tokens_of(5), memory(5), memory(5)
+    with cache_on(server, request.node.name, layout=LAYOUT) as cache:
+        assert cache.save_blocks(tokens, 0, views, CONTEXT).wait(PATIENCE_S)
+        namespace, calls = cache._namespace, []
+        chain, real_get = namespace.chain(tokens), namespace.get
+
+        def get(*arguments: Any, **options: Any) -> GetResult:
+            calls.append(options["part"])
+            if len(calls) - 1 == before_part:
+                assert namespace.delete(chain, first_block=replaced, block_count=1).deleted_blocks == 1
+                assert namespace.put(chain.first(replaced + 1), memory(1), first_block=replaced).stored == 1
+            return real_get(*arguments, **options)
+
+        namespace.get = get  # type: ignore[method-assign]
+        assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix(replaced, replaced * 128)
+        assert [bytes(view) for view in out[:replaced]] == [bytes(view) for view in views[:replaced]]
+        assert cache.stats().misses == {"REPLACED": 1}
 
 
 def test_layout_of_other_blocks_is_refused(server: RunningServer, request: pytest.FixtureRequest):

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvstore_api.v1 import types_pb2 as kvstore_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore/v1/block_store.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/types.proto\"V\n\x18RegisterNamespaceRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"{\n\x19RegisterNamespaceResponse\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x31\n\x0ftraffic_classes\x18\x02 \x03(\x0b\x32\x18.kvstore.v1.TrafficClass\x12\x18\n\x10max_chain_blocks\x18\x03 \x01(\r\"\x85\x01\n\x12MatchPrefixRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x15\n\rtraffic_class\x18\x03 \x01(\t\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04peek\x18\x05 \x01(\x08\"\x97\x01\n\x13MatchPrefixResponse\x12\x19\n\x11hit_length_blocks\x18\x01 \x01(\r\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x30\n\x0clease_expiry\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x04plan\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.ResumePlan\"\x9c\x01\n\x10GetBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\x12\r\n\x05lease\x18\x05 \x01(\x0c\x12\x19\n\x11part_offset_bytes\x18\x06 \x01(\x04\x12\x12\n\npart_bytes\x18\x07 \x01(\x04\"|\n\x11GetBlocksResponse\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12 \n\x06misses\x18\x04 \x03(\x0b\x32\x10.kvstore.v1.Miss\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"t\n\x0fPutBlocksHeader\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\x12\x15\n\rtraffic_class\x18\x05 \x01(\t\"\x95\x01\n\x10PutBlocksRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.kvstore.v1.PutBlocksHeader\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\r\n\x05sizes\x18\x05 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\";\n\x11PutBlocksResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.PutResult\"a\n\x13\x44\x65leteBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\".\n\x14\x44\x65leteBlocksResponse\x12\x16\n\x0e\x64\x65leted_blocks\x18\x01 \x01(\r\"^\n\x0fGetStateRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\"k\n\x10GetStateResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\x83\x01\n\x0ePutStateHeader\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"a\n\x0fPutStateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.PutStateHeader\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"9\n\x10PutStateResponse\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.PutResult2\xbb\x04\n\nBlockStore\x12`\n\x11RegisterNamespace\x12$.kvstore.v1.RegisterNamespaceRequest\x1a%.kvstore.v1.RegisterNamespaceResponse\x12N\n\x0bMatchPrefix\x12\x1e.kvstore.v1.MatchPrefixRequest\x1a\x1f.kvstore.v1.MatchPrefixResponse\x12J\n\tGetBlocks\x12\x1c.kvstore.v1.GetBlocksRequest\x1a\x1d.kvstore.v1.GetBlocksResponse0\x01\x12J\n\tPutBlocks\x12\x1c.kvstore.v1.PutBlocksRequest\x1a\x1d.kvstore.v1.PutBlocksResponse(\x01\x12Q\n\x0c\x44\x65leteBlocks\x12\x1f.kvstore.v1.DeleteBlocksRequest\x1a .kvstore.v1.DeleteBlocksResponse\x12G\n\x08GetState\x12\x1b.kvstore.v1.GetStateRequest\x1a\x1c.kvstore.v1.GetStateResponse0\x01\x12G\n\x08PutState\x12\x1b.kvstore.v1.PutStateRequest\x1a\x1c.kvstore.v1.PutStateResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvstore/v1/block_store.proto\x12\nkvstore.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16kvstore/v1/types.proto\"V\n\x18RegisterNamespaceRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.kvstore.v1.NamespaceSpec\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\"{\n\x19RegisterNamespaceResponse\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x31\n\x0ftraffic_classes\x18\x02 \x03(\x0b\x32\x18.kvstore.v1.TrafficClass\x12\x18\n\x10max_chain_blocks\x18\x03 \x01(\r\"\x85\x01\n\x12MatchPrefixRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x15\n\rtraffic_class\x18\x03 \x01(\t\x12(\n\x05lease\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0c\n\x04peek\x18\x05 \x01(\x08\"\x97\x01\n\x13MatchPrefixResponse\x12\x19\n\x11hit_length_blocks\x18\x01 \x01(\r\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x30\n\x0clease_expiry\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12$\n\x04plan\x18\x04 \x01(\x0b\x32\x16.kvstore.v1.ResumePlan\"\x9c\x01\n\x10GetBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\x12\r\n\x05lease\x18\x05 \x01(\x0c\x12\x19\n\x11part_offset_bytes\x18\x06 \x01(\x04\x12\x12\n\npart_bytes\x18\x07 \x01(\x04\"\x95\x01\n\x11GetBlocksResponse\x12\x0e\n\x06\x62locks\x18\x01 \x03(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12 \n\x06misses\x18\x04 \x03(\x0b\x32\x10.kvstore.v1.Miss\x12\x17\n\x0f\x62lock_checksums\x18\x05 \x03(\x06\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"t\n\x0fPutBlocksHeader\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\x12\x15\n\rtraffic_class\x18\x05 \x01(\t\"\x95\x01\n\x10PutBlocksRequest\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x1b.kvstore.v1.PutBlocksHeader\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x11\n\tchecksums\x18\x03 \x03(\x06\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\r\n\x05sizes\x18\x05 \x03(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\";\n\x11PutBlocksResponse\x12&\n\x07results\x18\x01 \x03(\x0b\x32\x15.kvstore.v1.PutResult\"a\n\x13\x44\x65leteBlocksRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x63hain\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\r\".\n\x14\x44\x65leteBlocksResponse\x12\x16\n\x0e\x64\x65leted_blocks\x18\x01 \x01(\r\"^\n\x0fGetStateRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\"k\n\x10GetStateResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"\x83\x01\n\x0ePutStateHeader\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0bprefix_hash\x18\x02 \x01(\x0c\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x15\n\rtraffic_class\x18\x04 \x01(\t\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x06\"a\n\x0fPutStateRequest\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x1a.kvstore.v1.PutStateHeader\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x0f \x01(\x0c\"9\n\x10PutStateResponse\x12%\n\x06result\x18\x01 \x01(\x0b\x32\x15.kvstore.v1.PutResult2\xbb\x04\n\nBlockStore\x12`\n\x11RegisterNamespace\x12$.kvstore.v1.RegisterNamespaceRequest\x1a%.kvstore.v1.RegisterNamespaceResponse\x12N\n\x0bMatchPrefix\x12\x1e.kvstore.v1.MatchPrefixRequest\x1a\x1f.kvstore.v1.MatchPrefixResponse\x12J\n\tGetBlocks\x12\x1c.kvstore.v1.GetBlocksRequest\x1a\x1d.kvstore.v1.GetBlocksResponse0\x01\x12J\n\tPutBlocks\x12\x1c.kvstore.v1.PutBlocksRequest\x1a\x1d.kvstore.v1.PutBlocksResponse(\x01\x12Q\n\x0c\x44\x65leteBlocks\x12\x1f.kvstore.v1.DeleteBlocksRequest\x1a .kvstore.v1.DeleteBlocksResponse\x12G\n\x08GetState\x12\x1b.kvstore.v1.GetStateRequest\x1a\x1c.kvstore.v1.GetStateResponse0\x01\x12G\n\x08PutState\x12\x1b.kvstore.v1.PutStateRequest\x1a\x1c.kvstore.v1.PutStateResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,28 +44,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MATCHPREFIXRESPONSE']._serialized_end=634
   _globals['_GETBLOCKSREQUEST']._serialized_start=637
   _globals['_GETBLOCKSREQUEST']._serialized_end=793
-  _globals['_GETBLOCKSRESPONSE']._serialized_start=795
-  _globals['_GETBLOCKSRESPONSE']._serialized_end=919
-  _globals['_PUTBLOCKSHEADER']._serialized_start=921
-  _globals['_PUTBLOCKSHEADER']._serialized_end=1037
-  _globals['_PUTBLOCKSREQUEST']._serialized_start=1040
-  _globals['_PUTBLOCKSREQUEST']._serialized_end=1189
-  _globals['_PUTBLOCKSRESPONSE']._serialized_start=1191
-  _globals['_PUTBLOCKSRESPONSE']._serialized_end=1250
-  _globals['_DELETEBLOCKSREQUEST']._serialized_start=1252
-  _globals['_DELETEBLOCKSREQUEST']._serialized_end=1349
-  _globals['_DELETEBLOCKSRESPONSE']._serialized_start=1351
-  _globals['_DELETEBLOCKSRESPONSE']._serialized_end=1397
-  _globals['_GETSTATEREQUEST']._serialized_start=1399
-  _globals['_GETSTATEREQUEST']._serialized_end=1493
-  _globals['_GETSTATERESPONSE']._serialized_start=1495
-  _globals['_GETSTATERESPONSE']._serialized_end=1602
-  _globals['_PUTSTATEHEADER']._serialized_start=1605
-  _globals['_PUTSTATEHEADER']._serialized_end=1736
-  _globals['_PUTSTATEREQUEST']._serialized_start=1738
-  _globals['_PUTSTATEREQUEST']._serialized_end=1835
-  _globals['_PUTSTATERESPONSE']._serialized_start=1837
-  _globals['_PUTSTATERESPONSE']._serialized_end=1894
-  _globals['_BLOCKSTORE']._serialized_start=1897
-  _globals['_BLOCKSTORE']._serialized_end=2468
+  _globals['_GETBLOCKSRESPONSE']._serialized_start=796
+  _globals['_GETBLOCKSRESPONSE']._serialized_end=945
+  _globals['_PUTBLOCKSHEADER']._serialized_start=947
+  _globals['_PUTBLOCKSHEADER']._serialized_end=1063
+  _globals['_PUTBLOCKSREQUEST']._serialized_start=1066
+  _globals['_PUTBLOCKSREQUEST']._serialized_end=1215
+  _globals['_PUTBLOCKSRESPONSE']._serialized_start=1217
+  _globals['_PUTBLOCKSRESPONSE']._serialized_end=1276
+  _globals['_DELETEBLOCKSREQUEST']._serialized_start=1278
+  _globals['_DELETEBLOCKSREQUEST']._serialized_end=1375
+  _globals['_DELETEBLOCKSRESPONSE']._serialized_start=1377
+  _globals['_DELETEBLOCKSRESPONSE']._serialized_end=1423
+  _globals['_GETSTATEREQUEST']._serialized_start=1425
+  _globals['_GETSTATEREQUEST']._serialized_end=1519
+  _globals['_GETSTATERESPONSE']._serialized_start=1521
+  _globals['_GETSTATERESPONSE']._serialized_end=1628
+  _globals['_PUTSTATEHEADER']._serialized_start=1631
+  _globals['_PUTSTATEHEADER']._serialized_end=1762
+  _globals['_PUTSTATEREQUEST']._serialized_start=1764
+  _globals['_PUTSTATEREQUEST']._serialized_end=1861
+  _globals['_PUTSTATERESPONSE']._serialized_start=1863
+  _globals['_PUTSTATERESPONSE']._serialized_end=1920
+  _globals['_BLOCKSTORE']._serialized_start=1923
+  _globals['_BLOCKSTORE']._serialized_end=2494
 # @@protoc_insertion_point(module_scope)

@@ -74,18 +74,20 @@ class GetBlocksRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., chain: _Optional[bytes] = ..., first_block: _Optional[int] = ..., block_count: _Optional[int] = ..., lease: _Optional[bytes] = ..., part_offset_bytes: _Optional[int] = ..., part_bytes: _Optional[int] = ...) -> None: ...
 
 class GetBlocksResponse(_message.Message):
-    __slots__ = ("blocks", "checksums", "offset_bytes", "misses", "data")
+    __slots__ = ("blocks", "checksums", "offset_bytes", "misses", "block_checksums", "data")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedScalarFieldContainer[int]
     checksums: _containers.RepeatedScalarFieldContainer[int]
     offset_bytes: int
     misses: _containers.RepeatedCompositeFieldContainer[_types_pb2.Miss]
+    block_checksums: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[_types_pb2.Miss, _Mapping]]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, blocks: _Optional[_Iterable[int]] = ..., checksums: _Optional[_Iterable[int]] = ..., offset_bytes: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[_types_pb2.Miss, _Mapping]]] = ..., block_checksums: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutBlocksHeader(_message.Message):
     __slots__ = ("namespace", "chain", "first_block", "block_count", "traffic_class")
