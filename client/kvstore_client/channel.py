@@ -1,4 +1,10 @@
-"""The connection to the store: one lazily made gRPC channel per process."""
+"""The connection to the store: lazily made gRPC channels, of each process its own.
+
+There are two, one for what is written and one for everything else. While a connection is full, because its server is stopped
+or overrun in the middle of a put, gRPC holds back the end of each call that has sent something on it, at its deadline too,
+until the kernel gives the connection up (KEEPALIVE_TIMEOUT_MS). So no call that an engine waits for shares one with a put,
+and puts are given up on this side, see ABANDON_S.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +32,8 @@ KEEPALIVE_TIME_MS = 30_000
 # Also how long sent bytes may stay unacknowledged (TCP_USER_TIMEOUT) before the connection counts as dead.
 KEEPALIVE_TIMEOUT_MS = 10_000
 RECONNECT_BACKOFF_INITIAL_MS = 100
+# gRPC has so long after a call's deadline to say so itself; then the call is given up without it.
+ABANDON_S = 0.02
 
 _SERVICE = block_store_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -53,7 +61,7 @@ class Connection:
         self.registering: dict[bytes, Any] = {}  # digest -> grpc.Future; guarded by `lock`
         self.lock = threading.Lock()
         self._config = config
-        self._channel: grpc.Channel | None = None  # guarded by `lock`
+        self._channels: tuple[grpc.Channel, ...] = ()  # guarded by `lock`
         self._methods: Methods | None = None  # guarded by `lock`
         self._closed = False  # guarded by `lock`
 
@@ -66,8 +74,9 @@ class Connection:
             if self._closed:
                 raise ClientClosedError("the client is closed")
             if self._methods is None:
-                self._channel = grpc.insecure_channel(self._config.target, options=channel_options(self._config))
-                self._methods = methods_of(self._channel)
+                options = channel_options(self._config)
+                asking, writing = (grpc.insecure_channel(self._config.target, options=options) for _ in range(2))
+                self._channels, self._methods = (asking, writing), methods_of(asking, writing)
             return self._methods
 
     def probe(self, timeout_s: float) -> Failure | None:
@@ -93,10 +102,11 @@ class Connection:
         """Close the channel; calls under way end as CANCELLED. Idempotent."""
         with self.lock:
             self._closed = True
-            channel, self._channel, self._methods = self._channel, None, None
-        if channel is not None:
+            channels, self._channels, self._methods = self._channels, (), None
+        if channels:
             with GATE.call():
-                channel.close()
+                for channel in channels:
+                    channel.close()
         self.breaker.close()
 
 
@@ -155,8 +165,8 @@ def channel_options(config: ClientConfig) -> list[tuple[str, int]]:
     ]
 
 
-def methods_of(channel: Any) -> Methods:  # noqa: ANN401 - grpc has no types
-    """The service's methods on a channel, blocking or asyncio."""
+def methods_of(channel: Any, writing: Any) -> Methods:  # noqa: ANN401 - grpc has no types
+    """The service's methods on two channels, blocking or asyncio; the second is for what is written."""
 
     def path(name: str) -> str:
         return f"/{_SERVICE}/{name}"
@@ -165,8 +175,8 @@ def methods_of(channel: Any) -> Methods:  # noqa: ANN401 - grpc has no types
         register=channel.unary_unary(path("RegisterNamespace")),
         match=channel.unary_unary(path("MatchPrefix")),
         get_blocks=channel.unary_stream(path("GetBlocks")),
-        put_blocks=channel.stream_unary(path("PutBlocks")),
+        put_blocks=writing.stream_unary(path("PutBlocks")),
         delete=channel.unary_unary(path("DeleteBlocks")),
         get_state=channel.unary_stream(path("GetState")),
-        put_state=channel.stream_unary(path("PutState")),
+        put_state=writing.stream_unary(path("PutState")),
     )

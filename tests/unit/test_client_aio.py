@@ -6,7 +6,9 @@ import asyncio
 import gc
 import inspect
 import os
+import sys
 import threading
+import time
 
 import pytest
 
@@ -199,6 +201,32 @@ def test_every_event_loop_has_its_own_channel_and_all_share_the_counts(peer):
     assert results == [None] * 60
     assert client.stats().calls == {"match": 60}
     asyncio.run(client.close())
+
+
+def test_channels_made_on_many_threads_at_once_do_not_meet(peer):
+    interval_s, end_s, errors = sys.getswitchinterval(), time.monotonic() + 3, []
+
+    async def use() -> None:
+        while time.monotonic() < end_s and not errors:
+            async with client_of(peer) as client:
+                client._channels.current()
+
+    def work() -> None:
+        try:
+            asyncio.run(use())
+        except RuntimeError as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert errors == []
 
 
 def test_channels_of_loops_that_have_ended_are_given_back(peer):
