@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class Methods:
     delete: Any  # grpc.UnaryUnaryMultiCallable
     get_state: Any  # grpc.UnaryStreamMultiCallable
     put_state: Any  # grpc.StreamUnaryMultiCallable
+    probe_writing: Any  # grpc.UnaryUnaryMultiCallable: a match where puts go
 
 
 class Connection:
@@ -87,15 +89,21 @@ class Connection:
         """
         namespace = next(iter(tuple(self.registered)), bytes(HASH_BYTES))  # a tuple: other threads change the set
         request = block_store_pb2.MatchPrefixRequest(namespace=namespace, chain=bytes(HASH_BYTES), peek=True)
-        try:
-            # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
-            with GATE.call():
-                self.methods().match(request.SerializeToString(), timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            failure = failure_from_rpc(error)
-            return failure if is_no_answer(failure.reason) else None
-        except ValueError as error:
-            raise ClientClosedError(str(error)) from None
+        end_s = time.monotonic() + timeout_s
+        # Both ways: a put on a connection that is not there yet would have all calls cut off again.
+        for way in ("match", "probe_writing"):
+            try:
+                # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
+                with GATE.call():
+                    getattr(self.methods(), way)(
+                        request.SerializeToString(), timeout=max(0.001, end_s - time.monotonic()), wait_for_ready=True
+                    )
+            except grpc.RpcError as error:
+                failure = failure_from_rpc(error)
+                if is_no_answer(failure.reason):
+                    return failure
+            except ValueError as error:
+                raise ClientClosedError(str(error)) from None
         return None
 
     def close(self) -> None:
@@ -179,4 +187,5 @@ def methods_of(channel: Any, writing: Any) -> Methods:  # noqa: ANN401 - grpc ha
         delete=channel.unary_unary(path("DeleteBlocks")),
         get_state=channel.unary_stream(path("GetState")),
         put_state=writing.stream_unary(path("PutState")),
+        probe_writing=writing.unary_unary(path("MatchPrefix")),
     )
