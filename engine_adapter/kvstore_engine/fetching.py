@@ -117,28 +117,33 @@ class PrefixFetcher:
             loaded_blocks, gap = self._steps.load_blocks(chain, load.views[: len(chain)], lease)
             if not gap:
                 load.part_there()
+            size_bytes = loaded_blocks * self._namespace.block_bytes
         else:
-            loaded_blocks, gap = self._load_parts(load, chain, lease)
-        self._benefit.note_load(loaded_blocks * self._namespace.block_bytes, time.monotonic() - began)
+            loaded_blocks, gap, size_bytes = self._load_parts(load, chain, lease)
+        self._benefit.note_load(size_bytes, time.monotonic() - began)
         return loaded_blocks, gap
 
-    def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
-        """One part of all blocks after the other, in one budget. A block of which a part is missing does not count."""
+    def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str, int]:
+        """One part of all blocks after the other, in one budget. A block of which a part is missing does not count.
+
+        Returns: as `StoreSteps.load_blocks`, and the bytes that came, of whole blocks or not: how fast the store is.
+        """
         end_s = time.monotonic() + self._namespace.budget_s(len(chain) * self._namespace.block_bytes)
-        valid, gap = len(chain), ""
+        valid, gap, size_bytes = len(chain), "", 0
         for offset, size in self._parts:
             if load.given_up:
-                return 0, CANCELLED
+                return 0, CANCELLED, size_bytes
             views = [view[offset : offset + size] for view in load.views[:valid]]
             valid, end = self._steps.load_blocks(
                 chain.first(valid), views, lease, (offset, size), end_s - time.monotonic()
             )
             gap = end or gap
+            size_bytes += valid * size
             if not valid:
                 break
             if not gap:
                 load.part_there()
-        return valid, gap
+        return valid, gap, size_bytes
 
 
 def _ranges(layout: BlockLayout | None, block_bytes: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore_client import BlockLayout, BlockPart, ClientConfig, GetResult, KVStoreClient, NamespaceSpec
+from kvstore_client import BlockLayout, BlockPart, ClientConfig, Failure, GetResult, KVStoreClient, NamespaceSpec
 from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.hook import LoadedPrefix, Ownership, RequestContext
 from kvstore_engine.loading import Load
@@ -339,6 +339,27 @@ def test_block_of_which_one_part_did_not_come_ends_the_hit(
         after = [bad_block] * (2 - bad_part) if bad_block else []
         assert asked == [5] * (bad_part + 1) + after
         assert cache.stats().misses == {"CORRUPT": 1}
+
+
+def test_store_too_slow_for_all_parts_is_found_slow(server: RunningServer, request: pytest.FixtureRequest):
+    tokens, out, benefit = tokens_of(5), memory(5), MeasuredBenefit()
+    with cache_on(server, request.node.name, layout=LAYOUT, benefit=benefit) as cache:
+        assert cache.save_blocks(tokens, 0, memory(5), CONTEXT).wait(PATIENCE_S)
+        namespace, asked = cache._namespace, []
+        real_get = namespace.get
+
+        def get(*arguments: Any, **options: Any) -> GetResult:
+            asked.append(options["part"])
+            if len(asked) == 1:
+                return real_get(*arguments, **options)
+            return GetResult(["DEADLINE"] * 5, Failure("DEADLINE", ""))
+
+        namespace.get = get  # type: ignore[method-assign]
+        cache.note_prefill(1_000_000, 1e-6)
+        assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+        assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+        assert cache.stats().misses == {"DEADLINE": 1, "NOT_WORTH_IT": 1}
+        assert len(asked) == 2
 
 
 def test_layout_of_other_blocks_is_refused(server: RunningServer, request: pytest.FixtureRequest):
