@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import grpc
 import pytest
 
 from kvstore_api.v1 import block_store_pb2 as pb
@@ -260,3 +261,20 @@ def test_client_needs_a_running_loop_and_says_so(peer):
     steps = client_of(peer).namespace(SPEC).match(CHAIN)
     with pytest.raises(RuntimeError, match="event loop"):
         steps.send(None)
+
+
+def test_probe_asks_on_the_connection_of_puts_too_even_if_the_namespace_is_unknown(peer):
+    for answer in (
+        lambda *_: pb.MatchPrefixResponse(),
+        lambda _, context: context.abort(grpc.StatusCode.NOT_FOUND, ""),
+    ):
+        peers: set[str] = set()
+
+        def noted(request, context, answer=answer, peers=peers):
+            peers.add(context.peer())
+            return answer(request, context)
+
+        peer.answers["MatchPrefix"] = noted
+        with KVStoreClient(ClientConfig(target=peer.target)) as client:
+            assert client._connections.current().probe(PATIENT_S) is None
+        assert len(peers) == 2
