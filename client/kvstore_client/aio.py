@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from kvstore_client.calls import NamespaceCalls, ReadStep, RegisterStep, UnaryStep, WriteStep
-from kvstore_client.channel import Connections, channel_options, methods_of
+from kvstore_client.channel import ABANDON_S, Connections, channel_options, methods_of
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
 from kvstore_client.hashing import prefix_hashes, prefix_seed
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvstore_api.chain import Chain, PrefixHash
     from kvstore_api.namespace import NamespaceDigest, NamespaceSpec
     from kvstore_client.breaker import Lane
+    from kvstore_client.budget import Budget
     from kvstore_client.calls import Step, Steps
     from kvstore_client.results import DeleteResult, GetResult, MatchResult, PutReport, StateResult
     from kvstore_client.stats import ClientStats
@@ -196,23 +197,26 @@ class AsyncNamespaceHandle:
 
 
 class LoopChannel:
-    """What belongs to one event loop, and is touched by it alone: its channel, and the registrations under way on it."""
+    """What belongs to one event loop, and is touched by it alone: its channels, and the registrations under way on them."""
 
     def __init__(self, config: ClientConfig) -> None:
-        self._channel = grpc.aio.insecure_channel(config.target, options=channel_options(config))
-        self.methods = methods_of(self._channel)
+        options = channel_options(config)
+        self._asking, self._writing = (grpc.aio.insecure_channel(config.target, options=options) for _ in range(2))
+        self.methods = methods_of(self._asking, self._writing)
         self.registering: dict[bytes, asyncio.Task[bytes | Failure]] = {}
-        _CHANNELS[self] = os.getpid()
+        self.pid = os.getpid()
+        _CHANNELS[self] = None
 
     async def close(self) -> None:
-        """Close the channel; calls under way end as CANCELLED."""
+        """Close the channels; calls under way end as CANCELLED."""
         for pending in self.registering.values():
             pending.cancel()
-        await self._channel.close()
+        await self._asking.close()
+        await self._writing.close()
 
 
 # gRPC's asyncio cannot be used, and dies by a signal, in a child that was forked while one of these was open in the parent.
-_CHANNELS: weakref.WeakKeyDictionary[LoopChannel, int] = weakref.WeakKeyDictionary()  # channel -> process
+_CHANNELS: weakref.WeakKeyDictionary[LoopChannel, None] = weakref.WeakKeyDictionary()
 
 
 class LoopChannels:
@@ -227,7 +231,9 @@ class LoopChannels:
         """The running loop's channel. Raises: ClientClosedError; RuntimeError: there is no loop, or it is a forked child's."""
         loop = asyncio.get_running_loop()
         self.connections.current()
-        return self._by_loop.get(loop) or self._make(loop)
+        channel = self._by_loop.get(loop)
+        # A loop that was made before a fork can run in the child.
+        return channel if channel is not None and channel.pid == os.getpid() else self._make(loop)
 
     async def close(self) -> None:
         """Close the running loop's channel, and let the other loops close theirs. Idempotent."""
@@ -244,7 +250,8 @@ class LoopChannels:
         # The channel of a loop that does not run any more closes when it is collected.
 
     def _make(self, loop: asyncio.AbstractEventLoop) -> LoopChannel:
-        if any(pid != os.getpid() for pid in _CHANNELS.values()):
+        # A list of references: other loops' threads make theirs meanwhile.
+        if any((channel := ref()) is not None and channel.pid != os.getpid() for ref in _CHANNELS.keyrefs()):
             raise RuntimeError(
                 "an AsyncKVStoreClient had a connection when this process was forked, which gRPC's asyncio does not survive: "
                 "spawn the process, close the client before the fork, or use KVStoreClient"
@@ -279,10 +286,10 @@ async def _perform(step: Step, channel: LoopChannel) -> bytes | None:
             await _register(step, channel, timeout_s)
         case UnaryStep():
             call = _begin(channel, step.method, step.request, timeout_s)
-            return await _reply(call, call)
+            return await _reply(call, call, step.budget, timeout_s)
         case ReadStep():
             call = _begin(channel, step.method, step.request, timeout_s)
-            await _reply(call, _read(call, step))
+            await _reply(call, _read(call, step), step.budget, timeout_s)
         case WriteStep():
             return await _write(step, channel, timeout_s)
     return None
@@ -295,11 +302,14 @@ def _begin(channel: LoopChannel, method: str, sent: object, timeout_s: float) ->
         raise ClientClosedError(str(error)) from None
 
 
-async def _reply(call: Any, reply: Awaitable[T]) -> T:  # noqa: ANN401
+async def _reply(call: Any, reply: Awaitable[T], budget: Budget, timeout_s: float) -> T:  # noqa: ANN401
     """What comes of `call`, whose end this is in any case."""
     cancelled_before = _cancellations()
     try:
-        return await reply
+        async with asyncio.timeout(timeout_s + ABANDON_S):
+            return await reply
+    except TimeoutError:  # the connection is full, see `channel.py`
+        raise CallFailedError(budget.failure()) from None
     except grpc.RpcError as error:
         raise CallFailedError(failure_from_rpc(error.with_traceback(None))) from None
     except asyncio.CancelledError:
@@ -328,7 +338,7 @@ async def _write(step: WriteStep, channel: LoopChannel, timeout_s: float) -> byt
     try:
         call = _begin(channel, step.method, outgoing, timeout_s)
         status = _ServersStatus(call)
-        reply: bytes = await _reply(call, status.reply_or_raise())
+        reply: bytes = await _reply(call, status.reply_or_raise(), step.budget, timeout_s)
         return reply
     finally:
         outgoing.stop()

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from kvstore_client.calls import ReadStep, RegisterStep, UnaryStep, WriteStep
+from kvstore_client.channel import ABANDON_S
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
 from kvstore_client.fork_gate import GATE
 from kvstore_client.transfer import Outgoing
 
 if TYPE_CHECKING:
+    from kvstore_client.budget import Budget
     from kvstore_client.calls import Step, Steps
     from kvstore_client.channel import Connection, Connections
 
@@ -84,18 +86,21 @@ def _write(step: WriteStep, connection: Connection) -> bytes:
     """gRPC takes the messages on a thread of its own."""
     outgoing = Outgoing(step.messages)
     try:
-        return _write_all(getattr(connection.methods(), step.method), outgoing, step.budget.remaining_s())
+        return _write_all(getattr(connection.methods(), step.method), outgoing, step.budget)
     finally:
         outgoing.stop()
 
 
-def _write_all(method: Any, messages: Outgoing, timeout_s: float) -> bytes:  # noqa: ANN401 - grpc has no types
+def _write_all(method: Any, messages: Outgoing, budget: Budget) -> bytes:  # noqa: ANN401 - grpc has no types
+    timeout_s = budget.remaining_s()
     try:
         call = method.future(messages, timeout=timeout_s)
     except ValueError as error:
         raise ClientClosedError(str(error)) from None
     try:
-        reply: bytes = call.result()
+        reply: bytes = call.result(timeout=timeout_s + ABANDON_S)
+    except grpc.FutureTimeoutError:  # the connection is full, see `channel.py`
+        raise CallFailedError(budget.failure()) from None
     except grpc.FutureCancelledError:
         raise CallFailedError(failure_from_rpc(call)) from None
     except grpc.RpcError as error:

@@ -1,9 +1,16 @@
-"""The connection to the store: one lazily made gRPC channel per process."""
+"""The connection to the store: lazily made gRPC channels, of each process its own.
+
+There are two, one for what is written and one for everything else. While a connection is full, because its server is stopped
+or overrun in the middle of a put, gRPC holds back the end of each call that has sent something on it, at its deadline too,
+until the kernel gives the connection up (KEEPALIVE_TIMEOUT_MS). So no call that an engine waits for shares one with a put,
+and puts are given up on this side, see ABANDON_S.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +33,8 @@ KEEPALIVE_TIME_MS = 30_000
 # Also how long sent bytes may stay unacknowledged (TCP_USER_TIMEOUT) before the connection counts as dead.
 KEEPALIVE_TIMEOUT_MS = 10_000
 RECONNECT_BACKOFF_INITIAL_MS = 100
+# gRPC has so long after a call's deadline to say so itself; then the call is given up without it.
+ABANDON_S = 0.02
 
 _SERVICE = block_store_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -41,6 +50,7 @@ class Methods:
     delete: Any  # grpc.UnaryUnaryMultiCallable
     get_state: Any  # grpc.UnaryStreamMultiCallable
     put_state: Any  # grpc.StreamUnaryMultiCallable
+    probe_writing: Any  # grpc.UnaryUnaryMultiCallable: a match where puts go
 
 
 class Connection:
@@ -53,7 +63,7 @@ class Connection:
         self.registering: dict[bytes, Any] = {}  # digest -> grpc.Future; guarded by `lock`
         self.lock = threading.Lock()
         self._config = config
-        self._channel: grpc.Channel | None = None  # guarded by `lock`
+        self._channels: tuple[grpc.Channel, ...] = ()  # guarded by `lock`
         self._methods: Methods | None = None  # guarded by `lock`
         self._closed = False  # guarded by `lock`
 
@@ -66,8 +76,9 @@ class Connection:
             if self._closed:
                 raise ClientClosedError("the client is closed")
             if self._methods is None:
-                self._channel = grpc.insecure_channel(self._config.target, options=channel_options(self._config))
-                self._methods = methods_of(self._channel)
+                options = channel_options(self._config)
+                asking, writing = (grpc.insecure_channel(self._config.target, options=options) for _ in range(2))
+                self._channels, self._methods = (asking, writing), methods_of(asking, writing)
             return self._methods
 
     def probe(self, timeout_s: float) -> Failure | None:
@@ -78,25 +89,32 @@ class Connection:
         """
         namespace = next(iter(tuple(self.registered)), bytes(HASH_BYTES))  # a tuple: other threads change the set
         request = block_store_pb2.MatchPrefixRequest(namespace=namespace, chain=bytes(HASH_BYTES), peek=True)
-        try:
-            # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
-            with GATE.call():
-                self.methods().match(request.SerializeToString(), timeout=timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            failure = failure_from_rpc(error)
-            return failure if is_no_answer(failure.reason) else None
-        except ValueError as error:
-            raise ClientClosedError(str(error)) from None
+        end_s = time.monotonic() + timeout_s
+        # Both ways: a put on a connection that is not there yet would have all calls cut off again.
+        for way in ("match", "probe_writing"):
+            try:
+                # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
+                with GATE.call():
+                    getattr(self.methods(), way)(
+                        request.SerializeToString(), timeout=max(0.001, end_s - time.monotonic()), wait_for_ready=True
+                    )
+            except grpc.RpcError as error:
+                failure = failure_from_rpc(error)
+                if is_no_answer(failure.reason):
+                    return failure
+            except ValueError as error:
+                raise ClientClosedError(str(error)) from None
         return None
 
     def close(self) -> None:
         """Close the channel; calls under way end as CANCELLED. Idempotent."""
         with self.lock:
             self._closed = True
-            channel, self._channel, self._methods = self._channel, None, None
-        if channel is not None:
+            channels, self._channels, self._methods = self._channels, (), None
+        if channels:
             with GATE.call():
-                channel.close()
+                for channel in channels:
+                    channel.close()
         self.breaker.close()
 
 
@@ -155,8 +173,8 @@ def channel_options(config: ClientConfig) -> list[tuple[str, int]]:
     ]
 
 
-def methods_of(channel: Any) -> Methods:  # noqa: ANN401 - grpc has no types
-    """The service's methods on a channel, blocking or asyncio."""
+def methods_of(channel: Any, writing: Any) -> Methods:  # noqa: ANN401 - grpc has no types
+    """The service's methods on two channels, blocking or asyncio; the second is for what is written."""
 
     def path(name: str) -> str:
         return f"/{_SERVICE}/{name}"
@@ -165,8 +183,9 @@ def methods_of(channel: Any) -> Methods:  # noqa: ANN401 - grpc has no types
         register=channel.unary_unary(path("RegisterNamespace")),
         match=channel.unary_unary(path("MatchPrefix")),
         get_blocks=channel.unary_stream(path("GetBlocks")),
-        put_blocks=channel.stream_unary(path("PutBlocks")),
+        put_blocks=writing.stream_unary(path("PutBlocks")),
         delete=channel.unary_unary(path("DeleteBlocks")),
         get_state=channel.unary_stream(path("GetState")),
-        put_state=channel.stream_unary(path("PutState")),
+        put_state=writing.stream_unary(path("PutState")),
+        probe_writing=writing.unary_unary(path("MatchPrefix")),
     )

@@ -6,6 +6,7 @@ the newest counting a quarter. b and c are seconds so far ÷ bytes or tokens so 
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -22,6 +23,8 @@ _LEAST_TOKENS: Final = 32
 _FADE_LEAST_BYTES: Final = _FADE_BYTES // 10
 # A store found too slow is measured again this often, so that one that has become fast is noticed.
 RECONSIDER_S: Final = 10.0
+# What the loads before a pause of that length count for beside the first after it.
+_KEPT_AFTER_PAUSE: Final = 1.0
 
 
 class BenefitRule(Protocol):
@@ -108,8 +111,10 @@ class MeasuredBenefit:
         """Blocks were brought; the look-up not counted."""
         if size_bytes < 1:
             return
-        self._loads.note(size_bytes, took_s)
-        self._last_load_at = self._clock()
+        now, before = self._clock(), self._last_load_at
+        # After a pause, such as that of a store found too slow, the newest load counts for more than all that came before.
+        self._loads.note(size_bytes, took_s, _KEPT_AFTER_PAUSE if now - before >= self._reconsider_s else math.inf)
+        self._last_load_at = now
 
     def note_prefill(self, tokens: int, took_s: float) -> None:
         """Tokens of a prompt were computed."""
@@ -132,8 +137,10 @@ class _Rate:
         units, seconds = self._units_and_seconds
         return seconds / units if units else None
 
-    def note(self, units: float, took_s: float) -> None:
-        """So many units took so long."""
+    def note(self, units: float, took_s: float, kept_units: float = math.inf) -> None:
+        """So many units took so long. What came before counts on as no more than `kept_units` times as many."""
         kept = (1 - _NEWEST_WEIGHT) ** (max(units, self._fade_least_units) / self._fade_units)
         units_so_far, seconds_so_far = self._units_and_seconds
+        if kept * units_so_far > kept_units * units:
+            kept = kept_units * units / units_so_far
         self._units_and_seconds = kept * units_so_far + units, kept * seconds_so_far + took_s

@@ -120,23 +120,26 @@ class PrefixFetcher:
             loaded_blocks, gap, _ = self._steps.load_blocks(chain, load.views[: len(chain)], lease)
             if not gap:
                 load.part_there()
+            size_bytes = loaded_blocks * self._namespace.block_bytes
         else:
-            loaded_blocks, gap = self._load_parts(load, chain, lease)
-        self._benefit.note_load(loaded_blocks * self._namespace.block_bytes, time.monotonic() - began)
+            loaded_blocks, gap, size_bytes = self._load_parts(load, chain, lease)
+        self._benefit.note_load(size_bytes, time.monotonic() - began)
         return loaded_blocks, gap
 
-    def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
+    def _load_parts(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str, int]:
         """One part of all blocks after the other, in one budget. A block of which a part is missing does not count.
 
         Nor does one whose parts are of two: it was deleted and put again between the calls.
+        Returns: valid blocks, why the next one is not, and the bytes that came, of whole blocks or not: how fast the store is.
         """
         end_s = time.monotonic() + self._namespace.budget_s(len(chain) * self._namespace.block_bytes)
-        valid, gap, wholes = len(chain), "", None
+        valid, gap, wholes, size_bytes = len(chain), "", None, 0
         for part in self._parts:
             if load.given_up:
-                return 0, CANCELLED
+                return 0, CANCELLED, size_bytes
             views = _parts_of(load.views[:valid], part)
             loaded = self._steps.load_blocks(chain.first(valid), views, lease, part, end_s - time.monotonic())
+            size_bytes += loaded.blocks * part[1]
             wholes = wholes or loaded.whole_checksums
             same = _equal_from_the_start(wholes, loaded.whole_checksums[: loaded.blocks])
             gap = gap or (loaded.gap if same == loaded.blocks else REPLACED)
@@ -145,7 +148,7 @@ class PrefixFetcher:
                 break
             if not gap:
                 load.part_there()
-        return valid, gap
+        return valid, gap, size_bytes
 
 
 def _parts_of(views: Sequence[memoryview], part: tuple[int, int]) -> list[memoryview]:

@@ -25,7 +25,7 @@ from kvstore_engine.handover import Handover
 from kvstore_engine.hook import LoadedPrefix, Ownership
 from kvstore_engine.loading import MISS, Load
 from kvstore_engine.prefix_cache_stats import PrefixCacheStats, StatsBook
-from kvstore_engine.saving import SaveJob, SaveQueue
+from kvstore_engine.saving import SaveJob, SaveQueue, nothing_pending
 from kvstore_engine.store_steps import CLIENT_CLOSED, MAX_PUT_BYTES, StoreSteps, failure_of
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ class PrefixCache:
         )
         if not asked_blocks:
             self._end_load(load, MISS, 0, "")
-        elif refusal := self._steps.refusal("read"):
-            # Blocks found could not be fetched: neither a thread nor a look-up is worth it.
+        elif refusal := self._steps.refusal("read") or self._steps.refusal("lookup"):
+            # Nothing could be found, or not be fetched: neither a thread nor the hashing is worth it.
             self._end_load(load, MISS, 0, refusal)
         elif not crew.start(self._run_load, load, prompt, context):
             self._end_load(load, MISS, 0, CLIENT_CLOSED)
@@ -213,6 +213,8 @@ class PrefixCache:
         """Store complete blocks; see `PrefixCacheHook`. Raises: nothing."""
         size = self._namespace.block_bytes
         taken = self._reserve(len(views), size)
+        if not taken:
+            return nothing_pending()
         end = (first_block + taken) * self._namespace.block_tokens
         pieces = list(views[:taken])
         job = SaveJob(
@@ -234,8 +236,9 @@ class PrefixCache:
                 f"a state stands at the end of whole blocks and has bytes; {len(tokens)} tokens are no positive multiple of "
                 f"{self._namespace.block_tokens}, or {len(state)} bytes are none"
             )
-        pieces = [bytes(state)] * self._reserve(1, len(state))
-        return self._offer(SaveJob(tuple(tokens), 0, pieces, len(state) * len(pieces), context, group))
+        if not self._reserve(1, len(state)):
+            return nothing_pending()
+        return self._offer(SaveJob(tuple(tokens), 0, [bytes(state)], len(state), context, group))
 
     def _reserve(self, pieces: int, piece_bytes: int) -> int:
         """Room for saves. Returns: how many leading pieces there is room for; the others are counted as not saved."""
@@ -247,10 +250,7 @@ class PrefixCache:
         return taken
 
     def _offer(self, job: SaveJob) -> Pending:
-        if job.pieces:
-            self._crew().saves.offer(job)
-        else:
-            job.pending.finish()
+        self._crew().saves.offer(job)
         return job.pending
 
     def _run_save(self, job: SaveJob) -> None:

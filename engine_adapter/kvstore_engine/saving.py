@@ -42,6 +42,13 @@ class Pending:
         self._done.set()
 
 
+def nothing_pending() -> Pending:
+    """One that is done from the start."""
+    pending = Pending()
+    pending.finish()
+    return pending
+
+
 @dataclass(frozen=True, slots=True)
 class SaveJob:
     """Something to store.

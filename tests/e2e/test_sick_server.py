@@ -181,6 +181,36 @@ def test_server_stopped_in_the_middle_of_a_large_get_costs_part_of_it_and_serves
     assert levels(caplog) == ["WARNING", "INFO"]
 
 
+def test_put_that_fills_the_connection_of_a_stopped_server_holds_up_no_call_beyond_its_time(server):
+    data = random.Random(8).randbytes(60 * SPEC.block_bytes)
+    took_s = []
+    for attempt in range(8):  # whether a put fills the connection depends on how far it got
+        with client_of(server.target, breaker_failures=0) as client:
+            namespace = client.namespace(replace(SPEC, model="full"))
+            assert namespace.register(budget_s=PATIENT_S) is None
+            chain = namespace.chain([attempt] * (60 * 128))
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+
+                def put(namespace=namespace, chain=chain) -> None:
+                    for _ in range(3):
+                        namespace.put(chain, data)
+
+                writer = threading.Thread(target=put)
+                started_s = time.monotonic()
+                writer.start()
+                while writer.is_alive():
+                    asked_s = time.monotonic()
+                    assert namespace.match(chain).failure is not None
+                    took_s.append(time.monotonic() - asked_s)
+                writer.join()
+                took_s.append((time.monotonic() - started_s) / 3)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+    print(f"worst {max(took_s):.3f} s")
+    assert max(took_s) < 5  # it is when the kernel gives the connection up, after 10 s, that gRPC would end them
+
+
 def test_slow_link_brings_leading_parts_and_is_not_cut_off(proxy, caplog):
     with client_of(proxy.target) as client:
         namespace = client.namespace(SPEC)

@@ -61,6 +61,26 @@ def test_store_that_was_slow_is_tried_again_and_used_once_it_is_fast():
     assert rule.is_worth(128, 100_000)
 
 
+def test_store_that_was_slow_for_long_is_used_again_within_a_minute_and_a_half():
+    clock = ManualClock()
+    rule = MeasuredBenefit(reconsider_s=10, clock=clock)
+    size_bytes, tokens = 1_000_000, 1000
+
+    def request(load_s: float) -> bool:
+        clock.now_s += 1
+        rule.note_look_up(0.001)
+        if used := rule.is_worth(tokens, size_bytes):
+            rule.note_load(size_bytes, load_s)
+        return used
+
+    rule.note_prefill(tokens, 0.1)
+    for load_s in [0.005] * 100 + [1.0] * 3600:
+        request(load_s)
+    for _ in range(90):
+        request(0.005)
+    assert all(request(0.005) for _ in range(20))
+
+
 def test_prefill_that_becomes_fast_ends_the_loads():
     rule = measured(ManualClock(), look_up_s=0.01, bytes_per_s=1e6, tokens_per_s=100)
     assert rule.is_worth(128, 100_000)

@@ -6,8 +6,11 @@ import asyncio
 import gc
 import inspect
 import os
+import sys
 import threading
+import time
 
+import grpc
 import pytest
 
 from kvstore_api.v1 import block_store_pb2 as pb
@@ -201,6 +204,32 @@ def test_every_event_loop_has_its_own_channel_and_all_share_the_counts(peer):
     asyncio.run(client.close())
 
 
+def test_channels_made_on_many_threads_at_once_do_not_meet(peer):
+    interval_s, end_s, errors = sys.getswitchinterval(), time.monotonic() + 3, []
+
+    async def use() -> None:
+        while time.monotonic() < end_s and not errors:
+            async with client_of(peer) as client:
+                client._channels.current()
+
+    def work() -> None:
+        try:
+            asyncio.run(use())
+        except RuntimeError as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert errors == []
+
+
 def test_channels_of_loops_that_have_ended_are_given_back(peer):
     client = client_of(peer)
     namespace = client.namespace(SPEC)
@@ -232,3 +261,20 @@ def test_client_needs_a_running_loop_and_says_so(peer):
     steps = client_of(peer).namespace(SPEC).match(CHAIN)
     with pytest.raises(RuntimeError, match="event loop"):
         steps.send(None)
+
+
+def test_probe_asks_on_the_connection_of_puts_too_even_if_the_namespace_is_unknown(peer):
+    for answer in (
+        lambda *_: pb.MatchPrefixResponse(),
+        lambda _, context: context.abort(grpc.StatusCode.NOT_FOUND, ""),
+    ):
+        peers: set[str] = set()
+
+        def noted(request, context, answer=answer, peers=peers):
+            peers.add(context.peer())
+            return answer(request, context)
+
+        peer.answers["MatchPrefix"] = noted
+        with KVStoreClient(ClientConfig(target=peer.target)) as client:
+            assert client._connections.current().probe(PATIENT_S) is None
+        assert len(peers) == 2

@@ -96,6 +96,17 @@ def work():
     else:
         raise AssertionError("no error")
 assert fork(work) == 0; asyncio.run(amatch())""",
+    "asyncio client with the parent's event loop in a fork": """
+loop = asyncio.new_event_loop()
+loop.run_until_complete(amatch())
+def work():
+    try:
+        loop.run_until_complete(amatch())
+    except RuntimeError as error:
+        assert "fork" in str(error), error
+    else:
+        raise AssertionError("no error")
+assert fork(work) == 0; loop.run_until_complete(amatch())""",
     "closed in a fork": "match(); assert fork(lambda: client.close()) == 0; match()",
     "closed before a fork": "match(); client.close(); assert fork(lambda: None) == 0",
 }

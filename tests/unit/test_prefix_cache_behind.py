@@ -6,13 +6,14 @@ import os
 import random
 import signal
 import threading
+import tracemalloc
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore_client import BlockLayout, BlockPart, ClientConfig, GetResult, KVStoreClient, NamespaceSpec
+from kvstore_client import BlockLayout, BlockPart, ClientConfig, Failure, GetResult, KVStoreClient, NamespaceSpec
 from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.hook import LoadedPrefix, Ownership, RequestContext
 from kvstore_engine.loading import Load
@@ -163,6 +164,37 @@ def test_engine_waits_for_a_stopped_server_no_longer_than_the_budget(
             assert load.wait() == LoadedPrefix()
             assert sum(cache.stats().misses.values()) == 1
         assert [bytes(view) for view in out] == before
+
+
+def test_stores_that_are_cut_off_cost_neither_hashing_nor_copies(
+    server: RunningServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+):
+    with cache_on(server, request.node.name, budget_s=0.1) as cache:
+        tokens, out = tokens_of(3), memory(3)
+        with stopped(server):  # look-ups and puts fail, so no get is ever tried
+            for _ in range(3):
+                assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+                cache.save_blocks(tokens, 0, out, CONTEXT).wait(PATIENCE_S)
+            refused = cache.stats().misses.get("BREAKER_OPEN", 0)
+            monkeypatch.setattr(cache._steps, "chain", lambda *_: pytest.fail("hashed"))
+            assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+            assert cache.stats().misses["BREAKER_OPEN"] == refused + 1
+            uncopied, untouched = _Untouchable(), memoryview(bytearray(64 << 20))
+            assert cache.save_blocks(uncopied, 0, out, CONTEXT).done  # type: ignore[arg-type]
+            tracemalloc.start()
+            try:
+                assert cache.save_state(tokens[:-1], "window", untouched, CONTEXT).done
+                assert tracemalloc.get_traced_memory()[1] < 1 << 20
+            finally:
+                tracemalloc.stop()
+            assert cache.stats().unsaved_blocks["BREAKER_OPEN"] >= 4
+
+
+class _Untouchable:
+    """Tokens that nobody may look at."""
+
+    def __getitem__(self, _: object) -> object:
+        pytest.fail("tokens of a refused save were copied")
 
 
 def test_more_loads_than_threads_miss_instead_of_queueing_for_ever(
@@ -335,6 +367,27 @@ def test_block_that_is_put_anew_between_its_parts_ends_the_hit(
         assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix(replaced, replaced * 128)
         assert [bytes(view) for view in out[:replaced]] == [bytes(view) for view in views[:replaced]]
         assert cache.stats().misses == {"REPLACED": 1}
+
+
+def test_store_too_slow_for_all_parts_is_found_slow(server: RunningServer, request: pytest.FixtureRequest):
+    tokens, out, benefit = tokens_of(5), memory(5), MeasuredBenefit()
+    with cache_on(server, request.node.name, layout=LAYOUT, benefit=benefit) as cache:
+        assert cache.save_blocks(tokens, 0, memory(5), CONTEXT).wait(PATIENCE_S)
+        namespace, asked = cache._namespace, []
+        real_get = namespace.get
+
+        def get(*arguments: Any, **options: Any) -> GetResult:
+            asked.append(options["part"])
+            if len(asked) == 1:
+                return real_get(*arguments, **options)
+            return GetResult(["DEADLINE"] * 5, Failure("DEADLINE", ""))
+
+        namespace.get = get  # type: ignore[method-assign]
+        cache.note_prefill(1_000_000, 1e-6)
+        assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+        assert cache.start_load(tokens, CONTEXT, out).wait() == LoadedPrefix()
+        assert cache.stats().misses == {"DEADLINE": 1, "NOT_WORTH_IT": 1}
+        assert len(asked) == 2
 
 
 def test_layout_of_other_blocks_is_refused(server: RunningServer, request: pytest.FixtureRequest):
