@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 _NO_DEFAULT = -1
+# Beyond any model; a slip of the keyboard is told, and not computed with for minutes.
+_MAX_NUMBER = 1 << 40
+_MAX_LAYERS = 10_000
 
 
 class ModelConfigError(ValueError):
@@ -51,7 +54,16 @@ class ModelConfig:
             raise ModelConfigError(key, "is missing")
         if not _is_whole(value) or value < 1:
             raise ModelConfigError(key, f"is {value!r}; wanted is a whole number of 1 or more")
+        if value > _MAX_NUMBER:
+            raise ModelConfigError(key, f"is more than {_MAX_NUMBER:,}")
         return value
+
+    def layer_count(self) -> int:
+        """How many layers the model has. Raises: ModelConfigError: as `number`."""
+        layers = self.number("num_hidden_layers")
+        if layers > _MAX_LAYERS:
+            raise ModelConfigError("num_hidden_layers", f"is {layers:,}; wanted is at most {_MAX_LAYERS:,}")
+        return layers
 
     def numbers(self, key: str, *, at_least: int) -> list[int]:
         """A list of at least `at_least` whole numbers, none negative. Raises: ModelConfigError: it is missing or something else."""
