@@ -190,6 +190,7 @@ def ttft(
 
     Example: kvstore-bench ttft --lengths 513,2049 --json ttft.json
     """
+    _prepare_for_model()
     from kvstore_bench.ttft import MAX_PROMPT_TOKENS, TtftConfig, run, step_count
     from kvstore_bench.ttft_report import make_ttft_report, print_ttft_report
 
@@ -241,6 +242,7 @@ def sliding_window(
 
     Example: kvstore-bench sliding-window --pattern second-half --json sliding-window.json
     """
+    _prepare_for_model()
     from kvstore_bench.sliding_window import MAX_TOTAL_TOKENS, PATTERNS, SlidingWindowConfig, run, step_count
     from kvstore_bench.sliding_window_report import make_sliding_window_report, print_sliding_window_report
 
@@ -283,6 +285,20 @@ def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tup
     signal.signal(signal.SIGTERM, _interrupt)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch, _progress(steps) as advance:
         yield Path(scratch), advance
+
+
+def _prepare_for_model() -> None:
+    """Before torch is imported: see that it is there, and let it compute as it does in the demo's nodes."""
+    from kvstore_bench.demo import CannotRunError, check_packages
+    from kvstore_bench.node_process import THREAD_WAITING
+
+    try:
+        check_packages()
+    except CannotRunError as error:
+        print(f"error: {error} [CANNOT_RUN]\nfix: {error.fix}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    for name, value in THREAD_WAITING.items():
+        os.environ.setdefault(name, value)
 
 
 def _write_json(json_file: Path | None, result: object) -> None:

