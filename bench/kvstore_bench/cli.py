@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvstore-bench",
-    help="Measure kvstore on this machine. Every result carries commit, machine, configuration and seed.\n\n"
+    help="Measure kvstore on this machine. Every measurement carries commit, machine, configuration and seed.\n\n"
     "\b\nExit codes:\n    0  measured\n    1  a check failed, an answer differed or a server did not start\n"
     "    2  wrong usage\n  130  interrupted",
     no_args_is_help=True,
@@ -54,7 +54,7 @@ def global_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A callback makes typer keep the command's name even while there is only one command."""
+    """What may stand before a command."""
 
 
 @app.command("throughput")
