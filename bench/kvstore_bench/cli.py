@@ -301,6 +301,16 @@ def _prepare_for_model() -> None:
         os.environ.setdefault(name, value)
 
 
+def _prepare_for_demo(data_dir: Path | None, json_file: Path | None) -> None:
+    from kvstore_bench.demo import NEEDED_BYTES
+
+    _prepare_for_model()
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, NEEDED_BYTES, "make room, or name another --data-dir")
+    if json_file is not None:
+        _check_writable(json_file)
+
+
 def _write_json(json_file: Path | None, result: object) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -335,6 +345,7 @@ def demo(
     from kvstore_bench.demo_prompts import SCHEDULE
 
     _check_range("--requests", requests, 1, len(SCHEDULE))
+    _prepare_for_demo(data_dir, json_file)
     signal.signal(signal.SIGTERM, _interrupt)
     raise typer.Exit(run_demo(requests, data_dir, json_file))
 
@@ -362,6 +373,7 @@ def demo_handoff(
 
     _check_range("--requests", requests, 1, len(FIRST_TURNS))
     _check_range("--tokens", tokens, 16, 512)
+    _prepare_for_demo(data_dir, json_file)
     signal.signal(signal.SIGTERM, _interrupt)
     raise typer.Exit(run_handoff_demo(requests, tokens, data_dir, json_file))
 
