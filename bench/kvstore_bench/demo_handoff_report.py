@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+from kvstore_bench.report import utc_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +99,7 @@ class HandoffReport:
             "benchmark": "demo-handoff",
             "kvstore_version": version("kvstore"),
             "commit": self.commit,
-            "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "time": utc_now(),
             "machine": {**asdict(self.machine), "torch": version("torch")},
             "config": {"max_new_tokens": self.max_new_tokens, "grace_s": self.grace_s, "sampling": "greedy"},
             "passed": self.passed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.metadata import version
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore_api.limits import BLOCK_TOKENS
+from kvstore_bench.report import utc_now
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +109,7 @@ class DemoReport:
             "benchmark": "demo",
             "kvstore_version": version("kvstore"),
             "commit": self.commit,
-            "time": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "time": utc_now(),
             "machine": {**asdict(self.machine), "torch": version("torch")},
             "passed": self.passed,
             "hit_rate": self.hit_rate,

@@ -20,4 +20,6 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     module.main()

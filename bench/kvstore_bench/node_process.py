@@ -8,7 +8,7 @@ import subprocess
 import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from kvstore_bench.processes import ProcessError, interrupts_deferred
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _STOP_TIMEOUT_S = 30
 _LOG_TAIL_CHARS = 2000
+
+# For whatever computes with torch: threads that wait for each other sleep instead of spinning. Spinning is a little faster on an
+# idle machine, and several times slower as soon as anything else runs: measured on 2 cores with 5 busy processes, prefill at
+# 16 tokens/s spinning and 90 sleeping.
+THREAD_WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 Event = dict[str, Any]
 
@@ -112,10 +117,5 @@ def running_module(module: str, options: Sequence[str], log_path: Path) -> Itera
 
 
 def _environment() -> dict[str, str]:
-    """Threads that wait for each other sleep instead of spinning.
-
-    Spinning is a little faster on an idle machine, and several times slower as soon as anything else runs: measured on 2
-    cores with 5 busy processes, prefill at 16 tokens/s spinning and 90 sleeping.
-    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-    return {"OMP_WAIT_POLICY": "PASSIVE", **inherited}
+    return {**THREAD_WAITING, **inherited}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -30,8 +29,10 @@ if TYPE_CHECKING:
 SNAPSHOT_EVERY_TOKENS = 1832
 
 _MILLION = 1_000_000
-_SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-_DURATION = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+_SECONDS_PER_UNIT = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+# As kvstore-admin reads them.
+_DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
+_MAX_TOKENS_PER_DAY = 1e18
 
 
 class StorageInputError(Exception):
@@ -145,7 +146,8 @@ def storage(
         float | None, typer.Option(metavar="N", help="New tokens a day, those not hit, e.g. 6e12; with --ttl.")
     ] = None,
     ttl: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="How long KV is kept, e.g. 36h or 3d; with --tokens-per-day.")
+        str | None,
+        typer.Option(metavar="DURATION", help="How long KV is kept, e.g. 36h, 3d or 1d12h; with --tokens-per-day."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
@@ -214,16 +216,17 @@ def _resident_inputs(tokens_per_day: float | None, ttl: str | None) -> int | Non
         raise StorageInputError("--tokens-per-day and --ttl belong together", "give both, or neither")
     if tokens_per_day is None or ttl is None:
         return None
-    if not 0 < tokens_per_day < math.inf:
+    if not 0 < tokens_per_day <= _MAX_TOKENS_PER_DAY:
         raise StorageInputError(
-            f"--tokens-per-day {tokens_per_day} is out of range", "give a number above 0, e.g. 6e12"
+            f"--tokens-per-day {tokens_per_day} is out of range",
+            f"give a number above 0 and up to {_MAX_TOKENS_PER_DAY:g}, e.g. 6e12",
         )
     match = _DURATION.fullmatch(ttl)
-    if match is None or not int(match[1]):
-        raise StorageInputError(
-            f"--ttl {ttl!r} is no duration", "write a whole number and s, m, h or d, e.g. 36h or 3d"
-        )
-    return int(match[1]) * _SECONDS_PER_UNIT[match[2]]
+    counts = (int(number or 0) for number in match.groups()) if match is not None else ()
+    seconds = sum(count * unit for count, unit in zip(counts, _SECONDS_PER_UNIT.values(), strict=False))
+    if not seconds:
+        raise StorageInputError(f"--ttl {ttl!r} is no duration, or none at all", "write e.g. 90s, 36h, 3d or 1d12h")
+    return seconds
 
 
 def _write(file: Path, config: StorageConfig, figures: StorageFigures) -> None:

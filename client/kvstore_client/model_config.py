@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 _NO_DEFAULT = -1
+# Beyond any model; a slip of the keyboard is told, and not computed with for minutes.
 _MAX_NUMBER = 2**31 - 1
+_MAX_LAYERS = 4_096
 
 
 class ModelConfigError(ValueError):
@@ -53,8 +55,12 @@ class ModelConfig:
         if not _is_whole(value) or value < 1:
             raise ModelConfigError(key, f"is {value!r}; wanted is a whole number of 1 or more")
         if value > at_most:
-            raise ModelConfigError(key, f"is {value!r:.40}; wanted is at most {at_most}")
+            raise ModelConfigError(key, f"is {value!r:.40}; wanted is at most {at_most:,}")
         return value
+
+    def layer_count(self) -> int:
+        """How many layers the model has. Raises: ModelConfigError: as `number`."""
+        return self.number("num_hidden_layers", at_most=_MAX_LAYERS)
 
     def numbers(self, key: str, *, at_least: int) -> list[int]:
         """A list of at least `at_least` whole numbers, none negative. Raises: ModelConfigError: it is missing or something else."""

@@ -43,7 +43,6 @@ WINDOW_GROUP = "window"  # and the name of its snapshots, which are state object
 
 VLLM, DEEPINFER = "vllm", "deepinfer"
 _VLLM_PAGE_BYTES = 512
-_MAX_LAYERS = 4096  # as many as a KV group may have
 _DEEPINFER_BLOCK_BYTES = 576
 
 _COMPRESSED_FORMATS = {"fp4": NVFP4, "fp8": MXFP8}
@@ -190,7 +189,7 @@ def _compressed(config: ModelConfig, kv_dtype: str, engine: str, padding_bytes: 
 
 def _entries_per_block(config: ModelConfig) -> dict[int, int]:
     """How many entries each KV source has for 128 tokens."""
-    layers = config.number("num_hidden_layers", at_most=_MAX_LAYERS)
+    layers = config.layer_count()
     sources = config.layer_ids("kv_source_layer_ids", layers)
     if not set(sources) <= set(config.layer_ids("index_source_layer_ids", layers)):
         raise ModelConfigError("index_source_layer_ids", f"leaves out some of kv_source_layer_ids, {sources}")
@@ -230,7 +229,7 @@ def _page_by_page(pages: Mapping[int, Sequence[int]]) -> BlockLayout:
 
 
 def _ordinary(config: ModelConfig, kv_dtype: str | None, padding_bytes: int) -> ModelKv:
-    layers = config.number("num_hidden_layers", at_most=_MAX_LAYERS)
+    layers = config.layer_count()
     dtype = kv_dtype or _config_dtype(config)
     token_bytes = _vector_bytes(_format(PLAIN_FORMATS, dtype), "head_dim", _values_per_token(config))
     window_layers = _window_layers(config, layers)

@@ -1,7 +1,7 @@
 """What the engine asks of a prefix cache.
 
-Nothing here may raise for trouble with the store: that is a miss, or a save that did not happen. All methods but the `wait`s
-return at once; the work goes on behind the engine.
+Nothing here may raise for trouble with the store: that is a miss, or a save that did not happen. All methods but `expect`
+and the `wait`s return at once; the work goes on behind the engine.
 
 Memory that the engine lends is its own again at a moment that is always said: a load's views when `wait` or `cancel` has
 returned; a save's views when `save_blocks` has returned (COPIED), or when its `Saving` is done (HELD).

@@ -101,11 +101,14 @@ class PrefixCache:
         state_bytes: int = MAX_STATE_BYTES,
         layout: BlockLayout | None = None,
         benefit: BenefitRule | None = None,
+        max_put_bytes: int = MAX_PUT_BYTES,
+        max_pending_save_bytes: int = MAX_PENDING_SAVE_BYTES,
     ) -> PrefixCache:
         """Make a cache at an engine's start, and find out whether it can work as configured.
 
         A store that does not answer is no obstacle: requests miss until it does.
 
+        Args: as for `PrefixCache`; `spec` is the namespace's.
         Raises:
             ValueError: the spec is incomplete, or the engine's blocks are not those it describes; names the field.
             KVStoreConfigError: the store refuses the namespace.
@@ -117,6 +120,8 @@ class PrefixCache:
             state_bytes=state_bytes,
             layout=layout,
             benefit=benefit,
+            max_put_bytes=max_put_bytes,
+            max_pending_save_bytes=max_pending_save_bytes,
         )
         cache.check()
         return cache

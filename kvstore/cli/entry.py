@@ -29,4 +29,6 @@ def _run(command: str, module_name: str) -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     module.main()

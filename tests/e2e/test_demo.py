@@ -295,8 +295,8 @@ def test_without_the_model_it_names_what_to_install(
     [
         (["--requests", "0"], 2, "--requests 0"),
         (["--requests", "9"], 2, "give 1 to 8"),
-        (["--data-dir", "/nonexistent"], 1, "/nonexistent"),
-        (["--json", "/nonexistent/report.json"], 1, "/nonexistent/report.json"),
+        (["--data-dir", "/nonexistent"], 2, "/nonexistent"),
+        (["--json", "/nonexistent/report.json"], 2, "/nonexistent/report.json"),
     ],
 )
 def test_wrong_input_names_the_value_before_anything_is_started(
@@ -312,5 +312,5 @@ def test_too_little_room_is_found_out_before_anything_is_started(
 ):
     monkeypatch.setattr(demo, "NEEDED_BYTES", 1 << 60)
     code, err = run_refused(capsys)
-    assert code == 1
+    assert code == 2
     assert "GiB free" in err

@@ -183,8 +183,8 @@ def test_a_drain_that_had_nothing_to_hand_over_shows_nothing(tmp_path: Path):
         (["--requests", "0"], 2, "--requests 0"),
         (["--requests", "5"], 2, "give 1 to 4"),
         (["--tokens", "15"], 2, "give 16 to 512"),
-        (["--data-dir", "/nonexistent"], 1, "/nonexistent"),
-        (["--json", "/nonexistent/report.json"], 1, "/nonexistent/report.json"),
+        (["--data-dir", "/nonexistent"], 2, "/nonexistent"),
+        (["--json", "/nonexistent/report.json"], 2, "/nonexistent/report.json"),
     ],
 )
 def test_wrong_input_names_the_value_before_anything_is_started(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,6 +36,26 @@ def bench(*args: str) -> object:
     with pytest.raises(SystemExit) as ended:
         cli.main(["ttft", *args])
     return ended.value.code
+
+
+def test_the_model_computes_in_threads_that_sleep_while_they_wait():
+    """Those that spin make it several times slower beside anything else; torch reads this once, when it is loaded."""
+    code = (
+        "import os, sys\n"
+        "from kvstore_bench import cli, demo\n"
+        "demo.check_packages = lambda: None\n"
+        "def run(*_):\n"
+        "    print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)\n"
+        "    sys.exit(0)\n"
+        "sys.meta_path.insert(0, type('Torch', (), {'find_spec': lambda self, name, *_: run() if name == 'torch' else None})())\n"
+        "cli.main([sys.argv[1]])\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    for command in ("ttft", "sliding-window"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, command], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "PASSIVE False\n", done.stderr
 
 
 def test_lengths_are_computed_and_loaded_and_the_break_even_length_is_printed(

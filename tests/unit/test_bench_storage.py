@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.admin_values import parse_duration
 from kvstore_bench import cli
 from kvstore_bench.storage import StorageConfig, estimate
 from kvstore_client import model_kv_layout
@@ -90,6 +91,14 @@ def test_rarer_snapshots_take_less_and_a_longer_ttl_keeps_more():
     assert longer.full.resident_bytes == 2 * before.full.resident_bytes
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("36h", 129_600), ("1d12h", 129_600), ("2d1h1m1s", 176_461)]
+)
+def test_a_ttl_is_written_as_for_kvstore_admin(text, seconds, tmp_path):
+    assert parse_duration(text, "--ttl") == seconds
+    assert figures(tmp_path, "--model", V41, "--tokens-per-day", "1e9", "--ttl", text)["config"]["ttl_s"] == seconds
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
@@ -136,6 +145,11 @@ def test_the_page_on_models_shows_what_the_command_computes(model, snapshot_ever
         (("--model", V41, "--tokens-per-day", "-1", "--ttl", "3d"), "INVALID_ARGUMENT", "--tokens-per-day -1"),
         (("--model", V41, "--tokens-per-day", "1e9", "--ttl", "0d"), "INVALID_ARGUMENT", "--ttl '0d'"),
         (("--model", V41, "--tokens-per-day", "1e9", "--ttl", "soon"), "INVALID_ARGUMENT", "--ttl 'soon'"),
+        (("--model", V41, "--tokens-per-day", "1e300", "--ttl", "3d"), "INVALID_ARGUMENT", "--tokens-per-day 1e+300"),
+        (("--model", V41, "--tokens-per-day", "1e9", "--ttl", ""), "INVALID_ARGUMENT", "--ttl ''"),
+        (("--model", V41, "--tokens-per-day", "1e9", "--ttl", "1h2d"), "INVALID_ARGUMENT", "--ttl '1h2d'"),
+        (("--config", "deep.json"), "INVALID_MODEL_CONFIG", "num_hidden_layers is 30000000000"),
+        (("--config", "wide.json"), "INVALID_MODEL_CONFIG", "head_dim is 1000000000"),
         (("--model", V41, "--json", "no/such/dir.json"), "INVALID_ARGUMENT", "cannot be written: No such file"),
     ],
 )
@@ -144,6 +158,8 @@ def test_wrong_input_is_told_with_a_reason_and_a_fix(args, reason, words, tmp_pa
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "deep.json").write_text(json.dumps({**WINDOWED, "num_hidden_layers": 30 * 10**9}))
+    (tmp_path / "wide.json").write_text(json.dumps({**WINDOWED, "head_dim": 10**400}))
     assert run(*args) == 2
     printed = capsys.readouterr()
     error, fix = printed.err.splitlines()

@@ -107,6 +107,43 @@ def test_a_command_without_its_extra_says_what_to_install(command, extra, missin
     assert (done.returncode, done.stdout) == (1, "")
 
 
+@pytest.mark.parametrize("command", ["kvstore-admin", "kvstore-bench"])
+def test_an_interrupt_while_a_command_is_being_loaded_ends_it_without_a_traceback(command):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts[command].split(":")
+    code = (
+        "import os, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'typer':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"from {module} import {function} as run\n"
+        "run()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("command", ["ttft", "sliding-window", "demo", "demo-handoff"])
+@pytest.mark.parametrize("missing", ["torch", "gguf"])
+def test_a_measurement_with_a_model_says_which_of_its_packages_is_missing(command, missing):
+    code = (
+        "import importlib.util, sys\n"
+        "from kvstore_bench import cli\n"
+        f"sys.modules[{missing!r}] = None\n"
+        "find_spec = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name: None if name == {missing!r} else find_spec(name)\n"
+        f"cli.main([{command!r}])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    error, fix = done.stderr.splitlines()
+    assert f"needs {missing}" in error
+    assert error.endswith("[CANNOT_RUN]")
+    assert fix == "fix: pip install 'kvstore[engine,bench]'"
+    assert (done.returncode, done.stdout) == (1, "")
+
+
 @pytest.mark.parametrize("command", ["kvstore-server", "kvstore-admin", "kvstore-bench"])
 def test_the_declared_entry_point_runs_the_command(command):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]

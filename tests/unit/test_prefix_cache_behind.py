@@ -81,6 +81,25 @@ def memory(blocks: int) -> list[memoryview]:
     return [memoryview(bytearray(random.randbytes(BLOCK_BYTES))) for _ in range(blocks)]
 
 
+def test_a_cache_that_is_connected_takes_the_bounds_that_one_that_is_made_takes(server, request):
+    spec = NamespaceSpec(
+        model=request.node.name, revision="r", engine="e", layout="l", kv_dtype="uint8", block_bytes=BLOCK_BYTES
+    )
+    with KVStoreClient(ClientConfig(target=server.target, base_budget_s=PATIENCE_S)) as client:
+        cache = PrefixCache.connect(
+            client,
+            spec,
+            block_tokens=128,
+            block_bytes=BLOCK_BYTES,
+            max_put_bytes=BLOCK_BYTES,
+            max_pending_save_bytes=2 * BLOCK_BYTES,
+        )
+        cache.save_blocks(range(384), 0, [memoryview(bytes(BLOCK_BYTES))] * 3, CONTEXT).wait(PATIENCE_S)
+        cache.close(flush_s=PATIENCE_S)
+        assert (cache.stats().stored_blocks, cache.stats().unsaved_blocks) == (2, {"QUEUE_FULL": 1})
+        assert client.stats().calls["put"] == 2
+
+
 def test_copied_memory_is_the_engines_again_at_once(server: RunningServer, request: pytest.FixtureRequest):
     tokens, views = tokens_of(4), memory(4)
     before = [bytes(view) for view in views]
