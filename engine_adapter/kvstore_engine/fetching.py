@@ -13,7 +13,7 @@ from kvstore_engine.loading import CANCELLED, MISS
 from kvstore_engine.store_steps import no_state
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore_client import BlockLayout, Chain, MatchResult, NamespaceHandle
     from kvstore_engine.benefit import BenefitRule
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NOT_STORED: Final = "NOT_STORED"
 NOT_WORTH_IT: Final = "NOT_WORTH_IT"  # computing is expected to be faster
+WRONG_SIZE: Final = "WRONG_SIZE"  # of a KV group's state
 REPLACED: Final = "REPLACED"  # put anew while its parts were loaded
 BAD_PLAN: Final = "BAD_PLAN"  # the store's resume plan would leave a KV group without what it needs
 
@@ -38,12 +39,14 @@ class PrefixFetcher:
         *,
         layout: BlockLayout | None,
         state_bytes: int,
+        state_size: Callable[[str, int], int] | None,
     ) -> None:
         """Args: as `PrefixCache`."""
         self._namespace = namespace
         self._steps = steps
         self._benefit = benefit
         self._state_bytes = state_bytes
+        self._state_size = state_size
         self._parts = _ranges(layout, namespace.block_bytes)
         self._part_of_layer = _parts_of_layers(layout)
 
@@ -109,10 +112,19 @@ class PrefixFetcher:
                 state = self._steps.fetch_state(
                     chain[plan.hit_tokens // self._namespace.block_tokens - 1], group.name, self._state_bytes
                 )
-                if state is None:
+                if state is None or not self._has_right_size(group.name, plan.hit_tokens, len(state)):
                     break
                 states[group.name] = state
         return states
+
+    def _has_right_size(self, group: str, tokens: int, size_bytes: int) -> bool:
+        """A state of another size is none: somebody else's, under this engine's name. It is replayed as if it were missing."""
+        wanted = self._state_size(group, tokens) if self._state_size is not None else size_bytes
+        if size_bytes == wanted:
+            return True
+        detail = f"the state of group {group!r} at token {tokens} has {size_bytes} bytes, the engine's have {wanted}"
+        self._steps.note("state", Failure(WRONG_SIZE, detail))
+        return False
 
     def _load_timed(self, load: Load, chain: Chain, lease: bytes) -> tuple[int, str]:
         began = time.monotonic()

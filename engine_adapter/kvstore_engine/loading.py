@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -30,13 +31,15 @@ class Load:
     ) -> None:
         """Args:
         part_of_layer: which of the parts that blocks come in holds a layer's KV; -1 for a layer that is in none.
-        start_budget_s: how long the fetching may take to begin.
+        start_budget_s: how long the engine waits for the fetching to begin.
         on_wait: told the seconds that each wait of the engine took.
         """
         self.views = views
         self.started_at = time.monotonic()
         self._part_of_layer = part_of_layer
-        self._start_deadline = self.started_at + start_budget_s
+        self._start_budget_s = start_budget_s
+        self._start_deadline: float | None = None  # from the first wait on: a load that nobody waits for yet has time
+        self._pid = os.getpid()
         self._on_wait = on_wait
         self._changed = threading.Condition()  # guards everything below
         self._begun = False
@@ -50,6 +53,8 @@ class Load:
 
     def expect(self) -> LoadedPrefix:
         """What the store promises. Waits for the look-up, and not for the bytes."""
+        if self._is_elsewhere:
+            return MISS
         self._wait_for(lambda: self._promise is not None)
         with self._changed:
             if self._promise is not None:
@@ -59,6 +64,8 @@ class Load:
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until one layer's KV of all promised blocks is there. Returns: False: it did not come; see `wait`."""
+        if self._is_elsewhere:
+            return False
         part = self._part_of_layer(layer)
         self._wait_for(lambda: self._parts_there > part)
         with self._changed:
@@ -66,6 +73,8 @@ class Load:
 
     def wait(self) -> LoadedPrefix:
         """Wait for all of it. Returns: what there is now."""
+        if self._is_elsewhere:
+            return MISS
         self._wait_for(lambda: False)
         with self._changed:
             assert self._outcome is not None
@@ -73,16 +82,25 @@ class Load:
 
     def cancel(self) -> None:
         """Give it up. Waits for the call under way, at most for the rest of its budget: it writes to the views."""
+        if self._is_elsewhere:
+            return
         with self._changed:
             self._given_up = True
             if not self._begun:
                 self._settle(MISS, CANCELLED)
         self._wait_for(lambda: False)
 
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a forked child: the load is its parent's, and no thread here will end it."""
+        return os.getpid() != self._pid
+
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds or all is over. A load that does not begin in time is over."""
         began = time.monotonic()
         with self._changed:
+            if self._start_deadline is None:
+                self._start_deadline = began + self._start_budget_s
             self._changed.wait_for(
                 lambda: self._begun or self._outcome is not None, timeout=max(0.0, self._start_deadline - began)
             )
@@ -96,7 +114,8 @@ class Load:
     def begin(self) -> bool:
         """Whether to fetch at all; from a yes on, the views may be written until `settle`."""
         with self._changed:
-            if self._outcome is None and time.monotonic() > self._start_deadline:
+            late = self._start_deadline is not None and time.monotonic() > self._start_deadline
+            if self._outcome is None and late:
                 self._settle(MISS, LOADER_BUSY)
             self._begun = True
             return self._outcome is None

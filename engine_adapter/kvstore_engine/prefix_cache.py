@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # Bytes of all saves under way. What an engine computes while its store is away for a moment; more memory saves more of it.
 MAX_PENDING_SAVE_BYTES: Final = 512 << 20
+_TOKEN_BYTES: Final = 8  # of a save's own list of them; the integers themselves are the request's
 # Loads at once. More of them share the same network; the next request's can be under way while one is computed.
 LOAD_THREADS: Final = 4
 # An engine starts once, and can wait longer then than for a request.
@@ -63,6 +64,7 @@ class PrefixCache:
         block_tokens: int,
         block_bytes: int,
         state_bytes: int = MAX_STATE_BYTES,
+        state_size: Callable[[str, int], int] | None = None,
         layout: BlockLayout | None = None,
         benefit: BenefitRule | None = None,
         max_put_bytes: int = MAX_PUT_BYTES,
@@ -73,6 +75,8 @@ class PrefixCache:
         Args:
             block_tokens, block_bytes: the engine's own block size, which the views it lends have.
             state_bytes: the largest state that a KV group has; the time to fetch one is made for this size.
+            state_size: (KV group, tokens before it) -> the bytes of its state there; a state of another size is taken for
+                missing. None: any size is the engine's.
             layout: in which parts blocks are loaded, so that the engine can begin with the layers of the first before the last
                 is there. None, or a layout of one part: as a whole, which is the least work for the store.
             benefit: when a hit is used; by default, when loading is expected to be faster than computing, as measured.
@@ -84,7 +88,9 @@ class PrefixCache:
         self._namespace = namespace
         self._benefit = benefit if benefit is not None else MeasuredBenefit()
         self._steps = StoreSteps(namespace, max_put_bytes)
-        self._fetcher = PrefixFetcher(namespace, self._steps, self._benefit, layout=layout, state_bytes=state_bytes)
+        self._fetcher = PrefixFetcher(
+            namespace, self._steps, self._benefit, layout=layout, state_bytes=state_bytes, state_size=state_size
+        )
         self._handover = Handover(namespace, self._steps)
         self._max_pending_save_bytes = max_pending_save_bytes
         self._crews: dict[int, _Crew] = {}  # by process; no lock, which a fork could leave locked: setdefault is atomic
@@ -99,6 +105,7 @@ class PrefixCache:
         block_tokens: int,
         block_bytes: int,
         state_bytes: int = MAX_STATE_BYTES,
+        state_size: Callable[[str, int], int] | None = None,
         layout: BlockLayout | None = None,
         benefit: BenefitRule | None = None,
         max_put_bytes: int = MAX_PUT_BYTES,
@@ -118,6 +125,7 @@ class PrefixCache:
             block_tokens=block_tokens,
             block_bytes=block_bytes,
             state_bytes=state_bytes,
+            state_size=state_size,
             layout=layout,
             benefit=benefit,
             max_put_bytes=max_put_bytes,
@@ -217,7 +225,8 @@ class PrefixCache:
     ) -> Pending:
         """Store complete blocks; see `PrefixCacheHook`. Raises: nothing."""
         size = self._namespace.block_bytes
-        taken = self._reserve(len(views), size)
+        token_bytes = (first_block + len(views)) * self._namespace.block_tokens * _TOKEN_BYTES
+        taken = self._reserve(len(views), size, token_bytes)
         if not taken:
             return nothing_pending()
         end = (first_block + taken) * self._namespace.block_tokens
@@ -226,7 +235,7 @@ class PrefixCache:
             tokens=tuple(tokens[:end]),
             first_block=first_block,
             pieces=pieces if ownership is Ownership.HELD else [bytes(view) for view in pieces],
-            size_bytes=taken * size,
+            size_bytes=taken * size + token_bytes,
             context=context,
         )
         return self._offer(job)
@@ -241,14 +250,15 @@ class PrefixCache:
                 f"a state stands at the end of whole blocks and has bytes; {len(tokens)} tokens are no positive multiple of "
                 f"{self._namespace.block_tokens}, or {len(state)} bytes are none"
             )
-        if not self._reserve(1, len(state)):
+        token_bytes = len(tokens) * _TOKEN_BYTES
+        if not self._reserve(1, state.nbytes, token_bytes):
             return nothing_pending()
-        return self._offer(SaveJob(tuple(tokens), 0, [bytes(state)], len(state), context, group))
+        return self._offer(SaveJob(tuple(tokens), 0, [bytes(state)], state.nbytes + token_bytes, context, group))
 
-    def _reserve(self, pieces: int, piece_bytes: int) -> int:
+    def _reserve(self, pieces: int, piece_bytes: int, beside_bytes: int) -> int:
         """Room for saves. Returns: how many leading pieces there is room for; the others are counted as not saved."""
         refusal = self._steps.refusal("write")
-        taken = 0 if refusal else self._crew().saves.reserve(pieces * piece_bytes, piece_bytes) // piece_bytes
+        taken = 0 if refusal else self._crew().saves.reserve(pieces, piece_bytes, beside_bytes)
         if taken < pieces:
             reason = refusal or (CLIENT_CLOSED if self._closed else QUEUE_FULL)
             self._crew().book.unsaved([reason] * (pieces - taken))

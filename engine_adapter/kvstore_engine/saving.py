@@ -6,6 +6,7 @@ leading blocks are taken, since those behind a gap cannot be hit.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -27,15 +28,16 @@ class Pending:
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._pid = os.getpid()
 
     @property
     def done(self) -> bool:
-        """Whether nothing reads the views any more."""
-        return self._done.is_set()
+        """Whether nothing reads the views any more. In a forked child nothing does: the save is its parent's."""
+        return os.getpid() != self._pid or self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, at most for `timeout_s`. Returns: whether it is."""
-        return self._done.wait(timeout_s)
+        return os.getpid() != self._pid or self._done.wait(timeout_s)
 
     def finish(self) -> None:
         """It is done. Idempotent."""
@@ -53,7 +55,8 @@ def nothing_pending() -> Pending:
 class SaveJob:
     """Something to store.
 
-    `group` is empty for blocks. A KV group's state is one piece of `pieces`, and stands at the end of `tokens`.
+    `group` is empty for blocks. A KV group's state is one piece of `pieces`, and stands at the end of `tokens`. `size_bytes` is
+    what all of it takes in memory.
     """
 
     tokens: Sequence[int]
@@ -88,6 +91,8 @@ class SaveQueue:
         self._changed = threading.Condition()  # guards everything below
         self._jobs: deque[SaveJob] = deque()
         self._pending_bytes = 0
+        self._offered = 0
+        self._ended = 0  # of the offered, in the same order
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -97,12 +102,16 @@ class SaveQueue:
         with self._changed:
             return self._pending_bytes
 
-    def reserve(self, size_bytes: int, piece_bytes: int) -> int:
-        """Make room for as much of `size_bytes` as there is, in whole pieces. Returns: the bytes to `offer` then."""
+    def reserve(self, pieces: int, piece_bytes: int, beside_bytes: int = 0) -> int:
+        """Make room for as many leading pieces as there is room for, and what goes with them. Returns: how many these are.
+
+        With one or more, a job is to be offered that takes their bytes and `beside_bytes`.
+        """
         with self._changed:
-            room = 0 if self._stopped else self._max_bytes - self._pending_bytes
-            taken = max(0, min(size_bytes, room // piece_bytes * piece_bytes))
-            self._pending_bytes += taken
+            room = 0 if self._stopped else self._max_bytes - self._pending_bytes - beside_bytes
+            taken = max(0, min(pieces, room // piece_bytes))
+            if taken:
+                self._pending_bytes += taken * piece_bytes + beside_bytes
             return taken
 
     def offer(self, job: SaveJob) -> None:
@@ -110,6 +119,7 @@ class SaveQueue:
         with self._changed:
             if not self._stopped:
                 self._jobs.append(job)
+                self._offered += 1
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="kvstore-save", daemon=True)
                     self._thread.start()
@@ -119,9 +129,10 @@ class SaveQueue:
         self._give_back(job)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all jobs are done, at most for `timeout_s`. Returns: whether they are."""
+        """Wait until all jobs offered so far are done, at most for `timeout_s`. Returns: whether they are."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._pending_bytes, timeout_s)
+            so_far = self._offered
+            return self._changed.wait_for(lambda: self._ended >= so_far, timeout_s)
 
     def stop(self, timeout_s: float) -> None:
         """Finish what can be finished in `timeout_s`; drop the rest and take nothing more. Idempotent.
@@ -134,6 +145,7 @@ class SaveQueue:
             self._stopped = True
             dropped, self._jobs = list(self._jobs), deque()
             self._pending_bytes -= sum(job.size_bytes for job in dropped)
+            self._ended += len(dropped)
             thread, self._thread = self._thread, None
             self._changed.notify_all()
         for job in dropped:
@@ -153,6 +165,7 @@ class SaveQueue:
                 job.pending.finish()
                 with self._changed:
                     self._pending_bytes -= job.size_bytes
+                    self._ended += 1
                     self._changed.notify_all()
 
     def _next(self) -> SaveJob | None:

@@ -45,6 +45,7 @@ class SmolLM2:
             block_tokens=BLOCK_TOKENS,
             block_bytes=self.pool.block_bytes,
             state_bytes=self.pool.window_state_bytes(self.pool.window_tokens) or MAX_STATE_BYTES,
+            state_size=lambda _group, tokens: self.pool.window_state_bytes(tokens),
             layout=self.pool.block_layout.merged(load_parts),
             benefit=benefit,
         )

@@ -64,6 +64,7 @@ class Node:
         window: int = WINDOW,
         chunk: int = BLOCK_TOKENS,
         save_states: bool = True,
+        sized: bool = True,
     ) -> None:
         config = replace(CONFIG, window_tokens=window, window_layers=layers)
         self.pool = KVPool.for_model(config, num_blocks=12)
@@ -76,6 +77,7 @@ class Node:
                 block_tokens=BLOCK_TOKENS,
                 block_bytes=handle.block_bytes,
                 benefit=MinimumHit(1),
+                state_size=(lambda _group, tokens: self.pool.window_state_bytes(tokens)) if sized else None,
             )
         snapshots = handle is not None and handle.spec.groups[1].replay_rule is SNAPSHOT
         self.engine = Engine(
@@ -259,12 +261,14 @@ def test_missing_snapshot_costs_an_exact_replay_or_the_hit_and_is_stored_again(
     assert_equal_answer(again, cold)
 
 
-def test_snapshot_of_another_size_is_a_miss(namespace):
+@pytest.mark.parametrize(("sized", "hit", "replayed"), [(True, 640, 256), (False, 0, 0)])
+def test_snapshot_of_another_size_is_missing_or_a_miss(namespace, sized: bool, hit: int, replayed: int):
+    """Somebody else's state under this engine's name: put first, it stays. A cache that knows the size replays instead."""
     handle = namespace(SNAPSHOT, ALTERNATE)
-    cold = Node(handle, ALTERNATE).generate(PROMPT[:700])
-    short = Spoiled(handle, get_state=lambda *_, **__: StateResult(bytearray(64)))
-    warm = Node(short, ALTERNATE).generate(PROMPT[:700])
-    assert warm.hit_tokens == 0
+    assert handle.put_state(handle.chain(PROMPT[:640])[4], "window", b"garbage!").stored == 1
+    cold = Node(handle, ALTERNATE, save_states=False).generate(PROMPT[:700])
+    warm = Node(handle, ALTERNATE, sized=sized).generate(PROMPT[:700])
+    assert (warm.hit_tokens, warm.replayed_tokens) == (hit, replayed)
     assert_equal_answer(warm, cold)
 
 

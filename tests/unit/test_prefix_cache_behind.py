@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
 from kvstore_engine.hook import LoadedPrefix, Ownership, RequestContext
 from kvstore_engine.loading import Load
 from kvstore_engine.prefix_cache import LOAD_THREADS, PrefixCache
-from kvstore_engine.saving import SaveJob, SaveQueue
+from kvstore_engine.saving import Pending, SaveJob, SaveQueue
 from serving import running_server
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def test_a_cache_that_is_connected_takes_the_bounds_that_one_that_is_made_takes(
             block_tokens=128,
             block_bytes=BLOCK_BYTES,
             max_put_bytes=BLOCK_BYTES,
-            max_pending_save_bytes=2 * BLOCK_BYTES,
+            max_pending_save_bytes=2 * BLOCK_BYTES + 384 * 8,
         )
         cache.save_blocks(range(384), 0, [memoryview(bytes(BLOCK_BYTES))] * 3, CONTEXT).wait(PATIENCE_S)
         cache.close(flush_s=PATIENCE_S)
@@ -139,7 +140,8 @@ def test_store_that_does_not_keep_up_costs_saves_and_no_time_or_memory(
     server: RunningServer, request: pytest.FixtureRequest
 ):
     room = 7
-    with cache_on(server, request.node.name, max_pending_save_bytes=room * BLOCK_BYTES + 1) as cache:
+    lists_bytes = (5 + 10) * 128 * 8  # of tokens: they are memory too
+    with cache_on(server, request.node.name, max_pending_save_bytes=room * BLOCK_BYTES + lists_bytes + 1) as cache:
         tokens = tokens_of(10)
         with stopped(server):
             savings = [cache.save_blocks(tokens, 0, memory(5), CONTEXT)]
@@ -221,13 +223,56 @@ def test_more_loads_than_threads_miss_instead_of_queueing_for_ever(
 ):
     with cache_on(server, request.node.name, budget_s=0.5) as cache, stopped(server):
         loads = [cache.start_load(tokens_of(2), CONTEXT, memory(2)) for _ in range(5 * LOAD_THREADS)]
-        assert [load.wait() for load in loads] == [LoadedPrefix()] * len(loads)
+        with ThreadPoolExecutor(len(loads)) as waiting:
+            assert list(waiting.map(lambda load: load.wait(), loads)) == [LoadedPrefix()] * len(loads)
         while sum(cache.stats().misses.values()) < len(loads):
             threading.Event().wait(0.005)
         misses = cache.stats().misses
         assert misses["LOADER_BUSY"] + misses.get("BREAKER_OPEN", 0) >= len(loads) - 2 * LOAD_THREADS
         assert misses["LOADER_BUSY"] >= LOAD_THREADS
     assert cache.stats().wait_s > 0
+
+
+def test_loads_started_long_before_they_are_needed_are_not_thrown_away(
+    server: RunningServer, request: pytest.FixtureRequest
+):
+    """They wait for their thread longer than the engine would; that counts only from when the engine waits."""
+    tokens, count = tokens_of(2), 3 * LOAD_THREADS
+    with cache_on(server, request.node.name, budget_s=0.3) as cache:
+        assert cache.save_blocks(tokens, 0, memory(2), CONTEXT).wait(PATIENCE_S)
+        assert cache.stats().stored_blocks == 2
+        namespace = cache._namespace
+        real_match = namespace.match
+
+        def match(*arguments: Any, **options: Any) -> Any:
+            threading.Event().wait(0.2)
+            return real_match(*arguments, **options)
+
+        namespace.match = match  # type: ignore[method-assign]
+        loads = [cache.start_load(tokens, CONTEXT, memory(2)) for _ in range(count)]
+        while cache.stats().requests < count:
+            threading.Event().wait(0.01)
+        assert [load.wait().hit_blocks for load in loads] == [2] * count
+
+
+def test_forked_child_does_not_wait_for_what_its_parent_has_under_way(
+    server: RunningServer, request: pytest.FixtureRequest
+):
+    with cache_on(server, request.node.name) as cache:
+        load = Load([], part_of_layer=lambda _: 0, start_budget_s=PATIENCE_S, on_wait=lambda _: None)
+        assert load.begin()
+        saving = Pending()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(10)
+            load.cancel()
+            good = (load.wait(), load.expect(), load.wait_layer(0)) == (LoadedPrefix(), LoadedPrefix(), False)
+            os._exit(0 if good and saving.done and saving.wait() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        load.settle(LoadedPrefix(1, 128))
+        assert load.wait() == LoadedPrefix(1, 128)
+        assert not saving.done
+        assert cache.flush(0)
 
 
 def test_cancelled_load_leaves_the_memory_alone(server: RunningServer, request: pytest.FixtureRequest):
@@ -461,17 +506,32 @@ def test_part_that_came_before_the_load_fell_short_is_not_vouched_for():
 def test_queue_that_was_stopped_meanwhile_gives_a_job_back():
     dropped: list[SaveJob] = []
     queue = SaveQueue(100, lambda _: None, dropped.append)
-    late = job(queue.reserve(10, 10))
+    late = job(10 * queue.reserve(1, 10))
     queue.stop(0)
     queue.offer(late)
     assert (dropped, late.pending.done, queue.pending_bytes) == ([late], True, 0)
+
+
+def test_flush_waits_for_what_came_before_it_only():
+    turns = threading.Semaphore(0)
+    queue = SaveQueue(1000, lambda _: bool(turns.acquire(timeout=PATIENCE_S)) or None, lambda _: None)
+    first, second = (job(10 * queue.reserve(1, 10)) for _ in range(2))
+    queue.offer(first)
+    late = threading.Timer(0.1, lambda: (queue.offer(second), turns.release()))
+    late.start()
+    assert queue.flush(PATIENCE_S)
+    assert (first.pending.done, second.pending.done) == (True, False)
+    assert not queue.flush(0)
+    turns.release()
+    late.join()
+    queue.stop(PATIENCE_S)
 
 
 def test_queue_never_holds_more_than_it_may():
     release, most = threading.Event(), 0
     queue = SaveQueue(100, lambda _: bool(release.wait(PATIENCE_S)) or None, lambda _: None)
     for number in range(50):
-        taken = queue.reserve(30, 10)
+        taken = 10 * queue.reserve(3, 10)
         most = max(most, queue.pending_bytes)
         if taken:
             queue.offer(job(taken))
@@ -487,7 +547,7 @@ def test_thread_ends_when_there_is_nothing_to_store_and_comes_back():
     before = set(threading.enumerate())
     queue = SaveQueue(100, lambda _: None, lambda _: None, idle_s=0.05)
     for _ in range(3):
-        one = job(queue.reserve(10, 10))
+        one = job(10 * queue.reserve(1, 10))
         queue.offer(one)
         assert one.pending.wait(PATIENCE_S)
         while set(threading.enumerate()) - before:
@@ -498,7 +558,7 @@ def test_thread_ends_when_there_is_nothing_to_store_and_comes_back():
 def test_jobs_are_stored_in_order_and_give_their_room_back():
     stored: list[int] = []
     queue = SaveQueue(100, lambda one: stored.append(one.size_bytes), lambda _: None)
-    jobs = [job(queue.reserve(size, size)) for size in (10, 20, 30)]
+    jobs = [job(size * queue.reserve(1, size)) for size in (10, 20, 30)]
     for one in jobs:
         queue.offer(one)
     assert queue.flush(PATIENCE_S)
