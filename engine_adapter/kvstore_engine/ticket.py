@@ -142,6 +142,8 @@ def write_ticket(ticket: Ticket) -> bytes:
 
 def read_ticket(data: bytes) -> Ticket:
     """Read a ticket, strictly. Raises: TicketError: DAMAGED, UNKNOWN_VERSION or INVALID."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TicketError(DAMAGED, f"a ticket is bytes, this is of type {type(data).__name__}")
     head, _, rest = bytes(data).partition(b"\n")
     if not head.startswith(_MAGIC):
         raise TicketError(DAMAGED, f"{len(data)} bytes that do not begin as a ticket does")

@@ -61,6 +61,10 @@ def test_temperature_may_be_a_large_whole_number():
     ("field", "value"),
     [
         ("max_new_tokens", 0),
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", True),
+        ("top_k", 1.5),
+        ("seed", 0.5),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),

@@ -68,6 +68,12 @@ def test_a_forged_digest_alone_is_no_reason_to_refuse():
     assert read_ticket(forged({})) == TICKET
 
 
+@pytest.mark.parametrize("data", ["text", None, 7, [b"a"]])
+def test_what_is_no_bytes_is_no_ticket(data: Any):
+    with pytest.raises(TicketError, match="a ticket is bytes"):
+        read_ticket(data)
+
+
 @pytest.mark.parametrize("version", [b"", b"0", b"2", b"1 ", b"01", b"one", b"\xff"])
 def test_a_ticket_of_another_version_is_refused(version: bytes):
     with pytest.raises(TicketError, match="this engine reads version 1") as refused:
