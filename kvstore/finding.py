@@ -53,6 +53,15 @@ def find_slots(segment: Segment, namespace_id: int, hashes: bytes) -> NDArray[np
     return np.flatnonzero(named & (rows["namespace_id"] == namespace_id) & fmt.valid_rows(rows, segment.segment_id))
 
 
+def find_state_slots(segment: Segment, namespace_id: int, hashes: bytes) -> NDArray[np.intp]:
+    """Every slot that holds a state object beside one of these prefix hashes, by their first 7 bytes. Raises: OSError."""
+    rows = segment.read_rows(0, segment.slot_count)
+    starts = np.frombuffer(hashes, dtype=f"V{HASH_BYTES}").view(np.uint8).reshape(-1, HASH_BYTES)[:, : fmt.ANCHOR_BYTES]
+    anchors = np.ascontiguousarray(starts).view(f"V{fmt.ANCHOR_BYTES}").ravel()
+    beside = np.isin(np.ascontiguousarray(rows["anchor"]), anchors) & (rows["kind"] == fmt.KIND_STATE)
+    return np.flatnonzero(beside & (rows["namespace_id"] == namespace_id) & fmt.valid_rows(rows, segment.segment_id))
+
+
 def _describe(
     segment: Segment,
     slot: int,

@@ -263,6 +263,20 @@ class BlockIndex:
         with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
             return find_in(cursor, keys)
 
+    def states_beside(self, namespace_id: int, hashes: bytes) -> list[bytes]:
+        """Keys of all state objects beside these prefix hashes, whatever their names. Raises: StorageError.
+
+        A key has 7 bytes of its prefix hash, so those of another hash of the namespace that begins alike are among them.
+        """
+        found: list[bytes] = []
+        with self._typed_errors(), self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
+            for head in _state_heads(namespace_id, hashes):
+                there = cursor.set_range(head)
+                while there and (key := cursor.key()).startswith(head):
+                    found.append(key)
+                    there = cursor.next()
+        return found
+
     def entries(self, after: bytes, limit: int) -> list[tuple[bytes, BlockAddr]]:
         """Up to `limit` entries behind the key `after` (empty: from the first), in key order. Raises: StorageError.
 
@@ -500,11 +514,21 @@ def state_key(namespace_id: int, prefix_hash: bytes, state_hash: bytes) -> bytes
 
 def state_keys(namespace_id: int, prefix_hashes: Sequence[bytes], state_hashes: Sequence[bytes]) -> list[bytes]:
     """The same of many."""
-    head, position = namespace_id.to_bytes(4, "big"), bytes([_STATE_POSITION])
     return [
-        head + prefix_hash[:ANCHOR_BYTES] + position + state_hash
+        _state_head(namespace_id, prefix_hash) + state_hash
         for prefix_hash, state_hash in zip(prefix_hashes, state_hashes, strict=True)
     ]
+
+
+def _state_head(namespace_id: int, prefix_hash: bytes) -> bytes:
+    """What the keys of all state objects beside a prefix hash begin with."""
+    return namespace_id.to_bytes(4, "big") + prefix_hash[:ANCHOR_BYTES] + bytes([_STATE_POSITION])
+
+
+def _state_heads(namespace_id: int, hashes: bytes) -> list[bytes]:
+    """The same of many, each once and in key order: neighbours share pages."""
+    starts = range(0, len(hashes), HASH_BYTES)
+    return sorted({_state_head(namespace_id, hashes[start : start + HASH_BYTES]) for start in starts})
 
 
 def _drop_and_put(

@@ -31,7 +31,7 @@ from kvstore.errors import (
     UnknownTrafficClassError,
 )
 from kvstore.expiry import TtlTable, class_uses
-from kvstore.finding import find_blocks, find_slots
+from kvstore.finding import find_blocks, find_slots, find_state_slots
 from kvstore.index import BlockIndex, anchor_of, block_keys, state_key
 from kvstore.invariants import InvariantCheck
 from kvstore.leases import LeaseMint
@@ -741,7 +741,10 @@ class LocalStore:
         )
 
     def delete(self, namespace: Namespace, chain: Chain, first_block: int, block_count: int) -> int:
-        """Delete blocks: misses at once, under leases too, and after a restart. Returns how many were there."""
+        """Delete blocks, and every state object beside them: misses at once, under leases too, and after a restart.
+
+        Returns how many blocks were there; state objects are not counted.
+        """
         _check_range(chain, first_block, block_count)
         return self._on_writer(lambda: self._delete(namespace, chain, first_block, block_count))
 
@@ -749,9 +752,9 @@ class LocalStore:
         """On the writer thread: a block that is just being moved would take no flag along."""
         now_s, deleted = self._clock.now_s(), 0
         try:
-            for segment, slots in self._to_delete(namespace, chain, first_block, block_count, now_s):
+            for segment, slots, blocks in self._to_delete(namespace, chain, first_block, block_count, now_s):
                 segment.flag(slots, fmt.FLAG_DELETED)
-                deleted += len(slots)
+                deleted += blocks
         finally:
             if self._config.durability == "sync":
                 self._segments.sync_flags()
@@ -760,38 +763,51 @@ class LocalStore:
 
     def _to_delete(
         self, namespace: Namespace, chain: Chain, first_block: int, block_count: int, now_s: float
-    ) -> Iterator[tuple[Segment, NDArray[np.intp]]]:
-        """Where the blocks are alive, also where the index cannot tell or they are not offered just now: they would come back.
+    ) -> Iterator[tuple[Segment, NDArray[np.intp], int]]:
+        """Where blocks and their state objects are alive, and how many of these slots are blocks.
+
+        Also where the index cannot tell or they are not offered just now: they would come back.
 
         Raises: StorageError: at the end, when there may be more of them.
         """
-        if self._index_tells(block_keys(namespace.namespace_id, chain.data, first_block, block_count)):
-            addrs, live = self._look_up(namespace, chain, first_block, block_count, now_s, suspected_too=True)
-            yield from ((segment, _numbers(slots)) for segment, _, slots in self._places(addrs[live]))
+        hashes = chain.data[first_block * HASH_BYTES : (first_block + block_count) * HASH_BYTES]
+        block = block_keys(namespace.namespace_id, chain.data, first_block, block_count)
+        for keys, counted in self._indexed(namespace.namespace_id, block, hashes):
+            addrs, live = self._look_up_keys(keys, now_s, suspected_too=True)
+            for segment, _, where in self._places(addrs[live]):
+                slots = _numbers(where)
+                yield segment, slots, len(slots) if counted else 0
         if not self._index.distrusted:
             return
         # Slow, but rare: the next start rebuilds the index, and with it what was not found here.
-        hashes = chain.data[first_block * HASH_BYTES : (first_block + block_count) * HASH_BYTES]
         failed: OSError | None = None
         for segment in self._segments.all():
             try:
-                slots = find_slots(segment, namespace.namespace_id, hashes)
+                found = [find(segment, namespace.namespace_id, hashes) for find in (find_slots, find_state_slots)]
             except OSError as error:
                 failed = error
             else:
-                yield segment, slots[self._rules.ttls.live(segment.uses[slots], now_s)]
+                blocks, states = (slots[self._rules.ttls.live(segment.uses[slots], now_s)] for slots in found)
+                yield segment, np.concatenate([blocks, states]), len(blocks)
         if failed is not None:
             raise storage_error(failed) from failed
 
-    def _index_tells(self, keys: Sequence[bytes]) -> bool:
-        """Whether the index is whole as far as asking it shows. Raises: StorageError: it cannot answer now."""
+    def _indexed(self, namespace_id: int, block: Sequence[bytes], hashes: bytes) -> list[tuple[Sequence[bytes], bool]]:
+        """Keys to delete, and whether they are of blocks; none if the index is not whole as far as asking it shows.
+
+        Raises: StorageError: it cannot answer now.
+        """
         if not self._index.distrusted:
             try:
-                self._index.lookup(keys)
+                self._index.lookup(block)
+                # Among them may be those of another prefix hash that agrees in its first 56 bits: they become misses, no harm.
+                states = self._index.states_beside(namespace_id, hashes)
             except StorageError:
                 if not self._index.distrusted:
                     raise
-        return not self._index.distrusted
+            else:
+                return [(block, True), (states, False)]
+        return []
 
     # State objects
 

@@ -111,6 +111,19 @@ def test_state_objects_stand_beside_their_prefix(client):
         assert namespace.get_state(prefix_hash, name, max_bytes=2 << 20).reason == "NOT_FOUND"
 
 
+def test_a_delete_takes_the_state_objects_beside_its_blocks_along_and_counts_blocks_alone(client):
+    namespace = client.namespace(SMALL)
+    chain = namespace.chain(new_tokens(3))
+    assert namespace.put(chain, random.randbytes(3000)).stored == 3
+    for prefix_hash in chain:
+        for name in ("window", "tail"):
+            assert namespace.put_state(prefix_hash, name, b"state").stored == 1
+    assert namespace.delete(chain, first_block=1, block_count=1).deleted_blocks == 1
+    for block, reason in ((0, None), (1, "NOT_FOUND"), (2, None)):
+        for name in ("window", "tail"):
+            assert namespace.get_state(chain[block], name, max_bytes=100).reason == reason, (block, name)
+
+
 def test_other_salt_adapter_or_spec_never_hits(client):
     tokens, data = new_tokens(4), random.randbytes(4 * SPEC.block_bytes)
     namespace = client.namespace(SPEC)
@@ -254,6 +267,8 @@ def test_salt_adapter_and_extra_keys_separate_every_call(client, server):
             assert out == (bytes(size) if name in gone else data[name]), name
             if name not in gone:
                 assert namespace.get_state(chain[2], "tail", max_bytes=size).data == data[name], name
+            else:
+                assert namespace.get_state(chain[2], "tail", max_bytes=size).reason == "NOT_FOUND", name
     assert "AAAA" not in server.log()
 
 

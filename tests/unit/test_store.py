@@ -611,6 +611,81 @@ def test_reading_a_state_object_is_counted_and_a_failed_read_is_a_miss(store, na
     assert (counters["blocks_read"], counters["bytes_read"], counters["blocks_missed"]) == (1, 4, 1)
 
 
+STATE_NAMES = ("window", "tail", "x" * 256, "tail/0123abcd")  # of windows, and of requests that move
+
+
+def put_states(store, namespace, chain):
+    """Store a state object of each name beside each block; returns what became of them."""
+    puts = [
+        store.submit_put_state(namespace, prefix_hash, name, prefix_hash, block_checksum(prefix_hash, prefix_hash))
+        for prefix_hash in chain
+        for name in STATE_NAMES
+    ]
+    return {put.result(60).status for put in puts}
+
+
+def blocks_with_states(store, namespace, chain):
+    """Numbers of blocks that have a state object of each name. None may have but some."""
+    there = [
+        [store.read_state(namespace, prefix_hash, name) is not None for name in STATE_NAMES] for prefix_hash in chain
+    ]
+    assert all(len(set(names)) == 1 for names in there)
+    return [block for block, names in enumerate(there) if names[0]]
+
+
+@pytest.mark.parametrize("trouble", ["none", "not offered", "moved", "index distrusted"])
+@pytest.mark.parametrize("lose_index", [False, True])
+def test_a_delete_takes_all_state_objects_of_its_range_and_no_others(tmp_path, clock, trouble, lose_index):
+    store = open_store(tmp_path, clock)
+    namespace, other = store.register_namespace(spec()), store.register_namespace(spec(revision="r2"))
+    chain = chain_of(namespace, 1, 40)
+    for each in (namespace, other):
+        assert put_states(store, each, chain) == {PutStatus.STORED}
+    put(store, namespace, chain)
+    if trouble == "not offered":
+        for segment in store._segments.all():
+            for slot in range(segment.slot_count):
+                segment.suspect(slot)
+    elif trouble == "moved":
+        for segment in store._segments.all():
+            keep = store._live_mask(segment)
+            assert store._on_writer(lambda s=segment, k=keep: store._reclaimer._reclaim(s, k, store._writer))
+    elif trouble == "index distrusted":
+        keys = store._index.states_beside(namespace.namespace_id, chain.data)
+        store._on_writer(lambda: store._index.commit({}, store._index.lookup(keys).items()))
+        store._index.distrust("for a test")
+    assert store.delete(namespace, chain, 3, 35) == 35
+    assert store.counters.snapshot()["blocks_deleted"] == 35
+    for segment in store._segments.all():
+        segment.suspects = {}  # as after a minute
+    for _ in range(2):
+        assert set(blocks_with_states(store, namespace, chain)) <= {0, 1, 2, 38, 39}
+        store.close()
+        if lose_index:
+            for path in (tmp_path / "index").iterdir():
+                path.unlink()
+        store = open_store(tmp_path, clock)
+        assert blocks_with_states(store, namespace, chain) == [0, 1, 2, 38, 39]
+        assert blocks_with_states(store, other, chain) == list(range(40))
+    assert store.invariants().violations == ()
+    store.close()
+
+
+def test_a_state_object_beside_a_prefix_whose_block_is_not_there_is_deleted_and_can_be_put_again(tmp_path, clock):
+    store = open_store(tmp_path, clock)
+    namespace = store.register_namespace(spec())
+    chain = chain_of(namespace, 1, 3)
+    put_states(store, namespace, chain)
+    assert store.delete(namespace, chain, 0, 3) == 0
+    assert blocks_with_states(store, namespace, chain) == []
+    assert put_states(store, namespace, chain) == {PutStatus.STORED}
+    for _ in range(2):
+        assert blocks_with_states(store, namespace, chain) == [0, 1, 2]
+        store.close()
+        store = open_store(tmp_path, clock)
+    store.close()
+
+
 def test_a_snapshot_spares_the_replay_while_it_is_alive(store, clock):
     groups = (
         KvGroup("full", KvGroupKind.FULL, (0,)),
