@@ -105,7 +105,7 @@ class BlockStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteBlocks(self, request, context):
-        """Deletes blocks of a chain: they are misses at once and stay so across restarts.
+        """Deletes blocks of a chain, and all state objects beside them: they are misses at once and stay so across restarts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
