@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from kvstore_client.calls import NamespaceCalls, ReadStep, RegisterStep, UnaryStep, WriteStep
-from kvstore_client.channel import ABANDON_S, Connections, channel_options, methods_of
+from kvstore_client.channel import ABANDON_S, Connections, channel_options, methods_of, way_of
 from kvstore_client.config import ClientConfig
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
 from kvstore_client.hashing import prefix_hashes, prefix_seed
@@ -285,10 +285,10 @@ async def _perform(step: Step, channel: LoopChannel) -> bytes | None:
         case RegisterStep():
             await _register(step, channel, timeout_s)
         case UnaryStep():
-            call = _begin(channel, step.method, step.request, timeout_s)
+            call = _begin(channel, way_of(step.method, step.request), step.request, timeout_s)
             return await _reply(call, call, step.budget, timeout_s)
         case ReadStep():
-            call = _begin(channel, step.method, step.request, timeout_s)
+            call = _begin(channel, way_of(step.method, step.request), step.request, timeout_s)
             await _reply(call, _read(call, step), step.budget, timeout_s)
         case WriteStep():
             return await _write(step, channel, timeout_s)

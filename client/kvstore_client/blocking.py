@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 
 from kvstore_client.calls import ReadStep, RegisterStep, UnaryStep, WriteStep
-from kvstore_client.channel import ABANDON_S
+from kvstore_client.channel import ABANDON_S, is_large, way_of
 from kvstore_client.errors import CallFailedError, ClientClosedError, failure_from_rpc
 from kvstore_client.fork_gate import GATE
 from kvstore_client.transfer import Outgoing
@@ -52,7 +52,9 @@ def perform(step: Step, connection: Connection) -> bytes | None:
 
 
 def _unary(step: UnaryStep, connection: Connection) -> bytes:
-    method = getattr(connection.methods(), step.method)
+    method = getattr(connection.methods(), way_of(step.method, step.request))
+    if is_large(step.request):
+        return _bounded(method, step.request, step.budget)
     timeout_s = step.budget.remaining_s()
     try:
         reply: bytes = method(step.request, timeout=timeout_s)
@@ -64,7 +66,8 @@ def _unary(step: UnaryStep, connection: Connection) -> bytes:
 
 
 def _read(step: ReadStep, connection: Connection) -> None:
-    method = getattr(connection.methods(), step.method)
+    # On a full connection, too, the end of a stream comes in time: it does not wait for the end of sending.
+    method = getattr(connection.methods(), way_of(step.method, step.request))
     timeout_s = step.budget.remaining_s()
     try:
         call = method(step.request, timeout=timeout_s)
@@ -86,15 +89,16 @@ def _write(step: WriteStep, connection: Connection) -> bytes:
     """gRPC takes the messages on a thread of its own."""
     outgoing = Outgoing(step.messages)
     try:
-        return _write_all(getattr(connection.methods(), step.method), outgoing, step.budget)
+        return _bounded(getattr(connection.methods(), step.method), outgoing, step.budget)
     finally:
         outgoing.stop()
 
 
-def _write_all(method: Any, messages: Outgoing, budget: Budget) -> bytes:  # noqa: ANN401 - grpc has no types
+def _bounded(method: Any, sent: Outgoing | bytes, budget: Budget) -> bytes:  # noqa: ANN401 - grpc has no types
+    """The reply to what could fill a connection: given up when gRPC does not end the call in time."""
     timeout_s = budget.remaining_s()
     try:
-        call = method.future(messages, timeout=timeout_s)
+        call = method.future(sent, timeout=timeout_s)
     except ValueError as error:
         raise ClientClosedError(str(error)) from None
     try:

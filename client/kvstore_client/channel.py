@@ -1,9 +1,9 @@
 """The connection to the store: lazily made gRPC channels, of each process its own.
 
-There are two, one for what is written and one for everything else. While a connection is full, because its server is stopped
-or overrun in the middle of a put, gRPC holds back the end of each call that has sent something on it, at its deadline too,
-until the kernel gives the connection up (KEEPALIVE_TIMEOUT_MS). So no call that an engine waits for shares one with a put,
-and puts are given up on this side, see ABANDON_S.
+There are two, one for what is written and for large requests, and one for everything else. While a connection is full, because
+its server is stopped or overrun in the middle of a put, gRPC holds back the end of each call that has sent something on it, at
+its deadline too, until the kernel gives the connection up (KEEPALIVE_TIMEOUT_MS). So no small call shares one with a put or
+with a request of a long chain (see `way_of`), and those are given up on this side, see ABANDON_S.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 RECONNECT_BACKOFF_INITIAL_MS = 100
 # gRPC has so long after a call's deadline to say so itself; then the call is given up without it.
 ABANDON_S = 0.02
+# A request above this, a chain of more than about 2,000 blocks, goes where puts go: a few of 2 MB fill a connection.
+LARGE_REQUEST_BYTES = 64 << 10
 
 _SERVICE = block_store_pb2.DESCRIPTOR.services_by_name["BlockStore"].full_name
 
@@ -50,7 +52,10 @@ class Methods:
     delete: Any  # grpc.UnaryUnaryMultiCallable
     get_state: Any  # grpc.UnaryStreamMultiCallable
     put_state: Any  # grpc.StreamUnaryMultiCallable
-    probe_writing: Any  # grpc.UnaryUnaryMultiCallable: a match where puts go
+    large_match: Any  # grpc.UnaryUnaryMultiCallable, where puts go, as the next three
+    large_get_blocks: Any  # grpc.UnaryStreamMultiCallable
+    large_delete: Any  # grpc.UnaryUnaryMultiCallable
+    large_get_state: Any  # grpc.UnaryStreamMultiCallable
 
 
 class Connection:
@@ -91,7 +96,7 @@ class Connection:
         request = block_store_pb2.MatchPrefixRequest(namespace=namespace, chain=bytes(HASH_BYTES), peek=True)
         end_s = time.monotonic() + timeout_s
         # Both ways: a put on a connection that is not there yet would have all calls cut off again.
-        for way in ("match", "probe_writing"):
+        for way in ("match", "large_match"):
             try:
                 # Waiting for the connection: else a probe in the pause between two attempts to connect would fail at once.
                 with GATE.call():
@@ -173,6 +178,16 @@ def channel_options(config: ClientConfig) -> list[tuple[str, int]]:
     ]
 
 
+def is_large(request: bytes) -> bool:
+    """Whether a request could fill a connection, together with a few of its kind."""
+    return len(request) > LARGE_REQUEST_BYTES
+
+
+def way_of(method: str, request: bytes) -> str:
+    """The field of Methods that a request takes."""
+    return f"large_{method}" if is_large(request) else method
+
+
 def methods_of(channel: Any, writing: Any) -> Methods:  # noqa: ANN401 - grpc has no types
     """The service's methods on two channels, blocking or asyncio; the second is for what is written."""
 
@@ -187,5 +202,8 @@ def methods_of(channel: Any, writing: Any) -> Methods:  # noqa: ANN401 - grpc ha
         delete=channel.unary_unary(path("DeleteBlocks")),
         get_state=channel.unary_stream(path("GetState")),
         put_state=writing.stream_unary(path("PutState")),
-        probe_writing=writing.unary_unary(path("MatchPrefix")),
+        large_match=writing.unary_unary(path("MatchPrefix")),
+        large_get_blocks=writing.unary_stream(path("GetBlocks")),
+        large_delete=writing.unary_unary(path("DeleteBlocks")),
+        large_get_state=writing.unary_stream(path("GetState")),
     )

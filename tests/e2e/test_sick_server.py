@@ -211,6 +211,47 @@ def test_put_that_fills_the_connection_of_a_stopped_server_holds_up_no_call_beyo
     assert max(took_s) < 5  # it is when the kernel gives the connection up, after 10 s, that gRPC would end them
 
 
+LARGE_CALLS = {
+    "match": lambda namespace, chain: namespace.match(chain),
+    "delete": lambda namespace, chain: namespace.delete(chain),
+    "get": lambda namespace, chain: namespace.get(chain, bytearray(SMALL.block_bytes), first_block=len(chain) - 1),
+}
+
+
+@pytest.mark.parametrize("call", LARGE_CALLS)
+def test_large_requests_that_fill_the_connection_of_a_stopped_server_hold_up_no_call_beyond_its_time(server, call):
+    took_s = []
+
+    def timed(ask, *arguments) -> None:
+        started_s = time.monotonic()
+        assert ask(*arguments).failure is not None
+        took_s.append(time.monotonic() - started_s)
+
+    with client_of(server.target, breaker_failures=0) as client:
+        namespace = client.namespace(replace(SMALL, model="large requests"))
+        assert namespace.register(budget_s=PATIENT_S) is None
+        large = namespace.chain(np.arange(65_536 * 128, dtype=np.uint32))  # requests of 2 MB
+        small = large.first(1)
+
+        def ask() -> None:
+            for _ in range(3):
+                timed(LARGE_CALLS[call], namespace, large)
+                timed(namespace.match, small)
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+    print(f"worst {max(took_s):.3f} s")
+    assert len(took_s) == 8 * 3 * 2
+    assert max(took_s) < 5  # as above
+
+
 def test_slow_link_brings_leading_parts_and_is_not_cut_off(proxy, caplog):
     with client_of(proxy.target) as client:
         namespace = client.namespace(SPEC)
