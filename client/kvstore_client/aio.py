@@ -348,7 +348,7 @@ class _ServersStatus:
     """How the server has ended a stream of requests.
 
     When a server refuses such a call before all has been sent, grpcio 1.85 replaces the status that has come by an INTERNAL of
-    its own about the write that failed (grpc/grpc issue 36066). So each status is taken down when it comes.
+    its own about the write that failed. So each status is taken down when it comes.
     """
 
     def __init__(self, call: Any) -> None:  # noqa: ANN401

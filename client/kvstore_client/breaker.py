@@ -167,9 +167,8 @@ class Breaker:
         if self._probe is not None and not self._stop.is_set():
             try:
                 failure = self._probe(PROBE_TIMEOUT_S)
-            except (
-                Exception
-            ) as error:  # whatever it is, the store has not answered; a closed client ends the thread below
+            # Whatever it is, the store has not answered; a closed client ends the thread below.
+            except Exception as error:
                 failure = Failure(UNREACHABLE, f"{type(error).__name__}: {error}")
         return self.probed(failure)
 

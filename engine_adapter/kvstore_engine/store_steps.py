@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from kvstore_api.resume import resume_plan
 from kvstore_client import (
@@ -20,11 +20,14 @@ from kvstore_client import (
 from kvstore_engine.hook import LoadedPrefix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from kvstore_client import Chain, NamespaceHandle, PrefixHash
     from kvstore_client.breaker import Lane
     from kvstore_engine.hook import RequestContext
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # Bytes of one put. Small enough that little is lost when its budget ends in the middle, and large enough that its fixed
 # cost, a round trip and a group commit of a few milliseconds, does not show.
@@ -72,10 +75,7 @@ class StoreSteps:
 
     def refusal(self, lane: Lane) -> str:
         """Why calls of that kind would be refused before they are sent: costs no I/O. Empty: they would not."""
-        try:
-            failure = self._namespace.cut_off(lane)
-        except Exception as error:
-            failure = failure_of(error)
+        failure = _guarded(lambda: self._namespace.cut_off(lane), lambda failure: failure)
         return failure.reason if failure is not None else ""
 
     def chain(
@@ -87,14 +87,15 @@ class StoreSteps:
         nothing beside computing the token.
         """
         tokens = request_tokens[: block_count * self._namespace.block_tokens]
-        try:
-            return self._namespace.chain(
+        chain: Chain | Failure = _guarded(
+            lambda: self._namespace.chain(
                 tokens, salt=context.salt, adapter=context.adapter, extra_keys=context.extra_keys
-            )
-        except Exception as error:
-            failure = failure_of(error)
-        self.note(step, failure)
-        return failure
+            ),
+            lambda failure: failure,
+        )
+        if isinstance(chain, Failure):
+            self.note(step, chain)
+        return chain
 
     def look_up(
         self, chain: Chain, traffic_class: str | None, *, peek: bool = False, patience_s: float = 0.0
@@ -105,12 +106,11 @@ class StoreSteps:
             peek: this is no use of the blocks, and does not count in the hit rate.
             patience_s: what the call may take beyond its usual time.
         """
-        try:
-            match = self._namespace.match(
-                chain, traffic_class or "", peek=peek, budget_s=self._budget_s(len(chain.data), patience_s)
-            )
-        except Exception as error:
-            match = MatchResult(failure=failure_of(error))
+        budget_s = self._budget_s(len(chain.data), patience_s)
+        match = _guarded(
+            lambda: self._namespace.match(chain, traffic_class or "", peek=peek, budget_s=budget_s),
+            lambda failure: MatchResult(failure=failure),
+        )
         self.note("look-up", match.failure)
         return match
 
@@ -123,12 +123,12 @@ class StoreSteps:
         budget_s: float | None = None,
     ) -> BlocksLoaded:
         """Bring the first blocks of `chain`, or a part of each, into `views`."""
-        try:
-            result = self._namespace.get(
+        result = _guarded(
+            lambda: self._namespace.get(
                 chain, list(views), block_count=len(views), lease=lease, part=part, budget_s=budget_s
-            )
-        except Exception as error:
-            result = GetResult((), failure_of(error))
+            ),
+            lambda failure: GetResult((), failure),
+        )
         self.note("load", result.failure)
         valid = min(result.leading_blocks, len(views))
         if valid == len(views):
@@ -166,26 +166,20 @@ class StoreSteps:
         self, prefix_hash: PrefixHash, name: str, state: memoryview | bytes, *, patience_s: float = 0.0
     ) -> PutReport:
         """Put a short-lived state object beside a prefix hash; a failure is a result."""
-        try:
-            report = self._namespace.put_state(
-                prefix_hash,
-                name,
-                state,
-                traffic_class=HANDOFF_CLASS,
-                budget_s=self._budget_s(memoryview(state).nbytes, patience_s),
-            )
-        except Exception as error:
-            report = _rejected(range(1), failure_of(error))
+        budget_s = self._budget_s(memoryview(state).nbytes, patience_s)
+        report = _guarded(
+            lambda: self._namespace.put_state(prefix_hash, name, state, traffic_class=HANDOFF_CLASS, budget_s=budget_s),
+            lambda failure: _rejected(range(1), failure),
+        )
         self.note("save", report.failure or _first_rejection(report))
         return report
 
     def fetch_state(self, prefix_hash: PrefixHash, name: str, max_bytes: int) -> bytearray | None:
         """Bring a state object of at most `max_bytes`. Returns: None: it is not there, or did not come."""
-        try:
-            result = self._namespace.get_state(prefix_hash, name, max_bytes=max_bytes, traffic_class=HANDOFF_CLASS)
-        except Exception as error:
-            failure = failure_of(error)
-            result = StateResult(None, failure.reason, failure)
+        result = _guarded(
+            lambda: self._namespace.get_state(prefix_hash, name, max_bytes=max_bytes, traffic_class=HANDOFF_CLASS),
+            lambda failure: StateResult(None, failure.reason, failure),
+        )
         self.note("state", result.failure)
         return result.data
 
@@ -218,16 +212,13 @@ class StoreSteps:
         traffic_class: str | None,
         patience_s: float,
     ) -> PutReport:
-        try:
-            report = self._namespace.put(
-                chain,
-                list(part),
-                first_block=first_block,
-                traffic_class=traffic_class or "",
-                budget_s=self._budget_s(len(part) * self._namespace.block_bytes, patience_s),
-            )
-        except Exception as error:
-            report = _rejected(range(first_block, first_block + len(part)), failure_of(error))
+        budget_s = self._budget_s(len(part) * self._namespace.block_bytes, patience_s)
+        report = _guarded(
+            lambda: self._namespace.put(
+                chain, list(part), first_block=first_block, traffic_class=traffic_class or "", budget_s=budget_s
+            ),
+            lambda failure: _rejected(range(first_block, first_block + len(part)), failure),
+        )
         self.note("save", report.failure or _first_rejection(report))
         return report
 
@@ -243,6 +234,14 @@ def no_state(_blocks: int, _group: str) -> bool:
 def _rejected(blocks: range, failure: Failure) -> PutReport:
     results = [PutResult(block, PutStatus.REJECTED, failure.reason, failure.detail) for block in blocks]
     return PutReport(results, failure)
+
+
+def _guarded(call: Callable[[], T], failed: Callable[[Failure], U]) -> T | U:
+    """What `call` returns, or what `failed` makes of it when it raises: neither trouble nor a bug may reach the engine."""
+    try:
+        return call()
+    except Exception as error:
+        return failed(failure_of(error))
 
 
 def failure_of(error: Exception) -> Failure:
