@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from fault_proxy import Fault, fault_proxy
-from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec
+from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, channel
 from kvstore_client.breaker import LANES
 from serving import running_server, start_server
 
@@ -49,11 +49,11 @@ def client_of(target: str, **settings):
         yield client
 
 
-def until(true, within_s: float = PATIENT_S) -> float:
+def until(true) -> float:
     """Wait; the seconds it took. No call to the store is made by this."""
     started_s = time.monotonic()
     while not true():
-        assert time.monotonic() - started_s < within_s
+        assert time.monotonic() - started_s < PATIENT_S
         time.sleep(0.005)
     return time.monotonic() - started_s
 
@@ -181,34 +181,45 @@ def test_server_stopped_in_the_middle_of_a_large_get_costs_part_of_it_and_serves
     assert levels(caplog) == ["WARNING", "INFO"]
 
 
-def test_put_that_fills_the_connection_of_a_stopped_server_holds_up_no_call_beyond_its_time(server):
+@pytest.fixture
+def patient_kernel(monkeypatch):
+    """A full connection is given up by nobody else within a test's time: what waits for that hangs, and is seen to hang."""
+    monkeypatch.setattr(channel, "KEEPALIVE_TIMEOUT_MS", 1_000_000)
+
+
+def end_by_themselves(threads: list[threading.Thread]) -> bool:
+    """Whether the threads, started here, end while the server is still stopped."""
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENT_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.usefixtures("patient_kernel")
+def test_put_that_fills_the_connection_of_a_stopped_server_holds_up_no_call(server):
     data = random.Random(8).randbytes(60 * SPEC.block_bytes)
-    took_s = []
     for attempt in range(8):  # whether a put fills the connection depends on how far it got
         with client_of(server.target, breaker_failures=0) as client:
             namespace = client.namespace(replace(SPEC, model="full"))
             assert namespace.register(budget_s=PATIENT_S) is None
-            chain = namespace.chain([attempt] * (60 * 128))
+            chain, failures = namespace.chain([attempt] * (60 * 128)), []
+
+            def put(namespace=namespace, chain=chain, failures=failures) -> None:
+                failures += [namespace.put(chain, data).failure for _ in range(3)]
+
+            writer = threading.Thread(target=put)
+
+            def ask(namespace=namespace, chain=chain, failures=failures, writer=writer) -> None:
+                while writer.is_alive():
+                    failures.append(namespace.match(chain).failure)
+
             os.kill(server.pid, signal.SIGSTOP)
             try:
-
-                def put(namespace=namespace, chain=chain) -> None:
-                    for _ in range(3):
-                        namespace.put(chain, data)
-
-                writer = threading.Thread(target=put)
-                started_s = time.monotonic()
-                writer.start()
-                while writer.is_alive():
-                    asked_s = time.monotonic()
-                    assert namespace.match(chain).failure is not None
-                    took_s.append(time.monotonic() - asked_s)
-                writer.join()
-                took_s.append((time.monotonic() - started_s) / 3)
+                assert end_by_themselves([writer, threading.Thread(target=ask)])
             finally:
                 os.kill(server.pid, signal.SIGCONT)
-    print(f"worst {max(took_s):.3f} s")
-    assert max(took_s) < 5  # it is when the kernel gives the connection up, after 10 s, that gRPC would end them
+            assert None not in failures
 
 
 LARGE_CALLS = {
@@ -218,38 +229,27 @@ LARGE_CALLS = {
 }
 
 
+@pytest.mark.usefixtures("patient_kernel")
 @pytest.mark.parametrize("call", LARGE_CALLS)
-def test_large_requests_that_fill_the_connection_of_a_stopped_server_hold_up_no_call_beyond_its_time(server, call):
-    took_s = []
-
-    def timed(ask, *arguments) -> None:
-        started_s = time.monotonic()
-        assert ask(*arguments).failure is not None
-        took_s.append(time.monotonic() - started_s)
-
+def test_large_requests_that_fill_the_connection_of_a_stopped_server_hold_up_no_call(server, call):
     with client_of(server.target, breaker_failures=0) as client:
         namespace = client.namespace(replace(SMALL, model="large requests"))
         assert namespace.register(budget_s=PATIENT_S) is None
         large = namespace.chain(np.arange(65_536 * 128, dtype=np.uint32))  # requests of 2 MB
-        small = large.first(1)
+        small, failures = large.first(1), []
 
         def ask() -> None:
             for _ in range(3):
-                timed(LARGE_CALLS[call], namespace, large)
-                timed(namespace.match, small)
+                failures.append(LARGE_CALLS[call](namespace, large).failure)
+                failures.append(namespace.match(small).failure)
 
-        threads = [threading.Thread(target=ask) for _ in range(8)]
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            assert end_by_themselves([threading.Thread(target=ask) for _ in range(8)])
         finally:
             os.kill(server.pid, signal.SIGCONT)
-    print(f"worst {max(took_s):.3f} s")
-    assert len(took_s) == 8 * 3 * 2
-    assert max(took_s) < 5  # as above
+    assert len(failures) == 8 * 3 * 2
+    assert None not in failures
 
 
 def test_slow_link_brings_leading_parts_and_is_not_cut_off(proxy, caplog):
@@ -311,7 +311,7 @@ def test_server_killed_under_load_is_found_again_by_itself_and_never_answers_wro
                     until(lambda: namespace.cut_off("read") is not None)
                     server = start_server(tmp_path / "data", tmp_path, listen=server.target)
                     before = sum(load.hits)
-                    back_s = until(lambda before=before: sum(load.hits) > before, within_s=10)
+                    back_s = until(lambda before=before: sum(load.hits) > before)
                     print(f"first hit {back_s:.2f} s after the restarted server serves")
                 before = list(load.hits)
                 until(lambda: sum(now > then for now, then in zip(load.hits, before, strict=True)) > 50)
@@ -337,7 +337,7 @@ def test_restarted_server_is_let_back_in_without_a_request_whether_it_kept_its_d
             if data == "lost":
                 shutil.rmtree(data_dir)
             server = start_server(data_dir, tmp_path, listen=server.target)
-            until(lambda: namespace.cut_off("lookup") is None, within_s=10)
+            until(lambda: namespace.cut_off("lookup") is None)
             hit_blocks = 2 if data == "kept" else 0
             match = namespace.match(stored.chain, budget_s=PATIENT_S)
             assert (match.failure, match.hit_length_blocks) == (None, hit_blocks)

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import ClientConfig, Failure, KVStoreClient, NamespaceSpec, prefix_hashes
-from kvstore_client.breaker import LANES, PAUSE_MAX_S, TRIAL_S, Breaker
+from kvstore_client.breaker import LANES, PAUSE_MAX_S, PROBE_TIMEOUT_S, TRIAL_S, Breaker
 from kvstore_client.budget import Budget
 from wire_server import frame, refuse, wire_server
 
@@ -168,6 +168,14 @@ def test_pauses_double_with_each_trial_that_fails_up_to_a_limit_and_start_anew_a
         driven.wait(PAUSE_MAX_S)
         assert driven.admitted("read")
         driven.answer("read")
+
+
+def test_longest_wait_for_a_store_that_is_back_is_three_seconds():
+    """A pause, and a probe that begins just too early; gRPC's own back-off, a fifth longer at most, ends within both."""
+    config = ClientConfig()
+    longest_pause_s = max(PAUSE_MAX_S, config.breaker_probe_s)
+    assert longest_pause_s + PROBE_TIMEOUT_S <= 3
+    assert 1.2 * config.reconnect_backoff_max_s + config.breaker_probe_s + PROBE_TIMEOUT_S <= 3
 
 
 def test_answer_on_one_lane_ends_an_outage_for_all_but_not_the_silence_of_another():
