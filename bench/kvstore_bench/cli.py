@@ -11,7 +11,7 @@ import tempfile
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, Protocol, TypeVar
 
 import grpc
 import typer
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
 from kvstore_bench.machine import describe_commit, describe_machine
+from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.processes import ProcessError
 from kvstore_bench.report import make_report, print_report
 from kvstore_bench.storage import StorageInputError, storage
@@ -29,6 +30,11 @@ from kvstore_bench.workload import VerificationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
+
+    from kvstore_bench.machine import Machine
+
+C = TypeVar("C", bound="_Config")
+M = TypeVar("M")
 
 app = typer.Typer(
     name="kvstore-bench",
@@ -70,16 +76,8 @@ def throughput(
         typer.Option(help="Blocks of 64 bytes stored to see the server's memory grow by each; 0 leaves that out."),
     ] = 200_000,
     seed: Annotated[int, typer.Option(metavar="N", help="Of all random bytes and tokens, 0 or more.")] = 1,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Where the scratch directory is made, and removed at the end; the system's default if not given.",
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
-    ] = None,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
     flip_bit: Annotated[
         bool, typer.Option("--flip-bit", help="Expect one wrong bit, to see that the check notices: must exit 1.")
     ] = False,
@@ -113,11 +111,9 @@ def throughput(
         seed=seed,
         flip_bit=flip_bit,
     )
-    parent = data_dir or Path(tempfile.gettempdir())
-    _check_room(parent, config.disk_bytes, "give fewer --blocks, --rounds or --memory-blocks, or another --data-dir")
-    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
-        measured = run(config, scratch, advance)
-        machine = describe_machine(scratch)
+    measured, machine = _measure(
+        config, run, step_count(config), data_dir, json_file, fix="give fewer --blocks, --rounds or --memory-blocks"
+    )
     report = make_report(config, measured, machine, describe_commit())
     print_report(report)
     _write_json(json_file, report.to_json())
@@ -129,18 +125,8 @@ def scale(
         str, typer.Option(metavar="N,N,…", help="Numbers of blocks to measure at, 1,258 or more each.")
     ] = "10000,100000,1000000,10000000",
     seed: Annotated[int, typer.Option(metavar="N", help="Of all hashes, 0 or more.")] = 1,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir",
-            "--dir",
-            metavar="DIR",
-            help="Where the scratch directory is made, and removed at the end; the system's default if not given.",
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
-    ] = None,
+    data_dir: DataDirOrDir = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show what grows with the number of blocks stored: match, memory, index, start and reclaim at each of --points.
 
@@ -156,11 +142,7 @@ def scale(
     for value in config.points:
         _check_range("--points", value, MIN_BLOCKS, None)
     _check_range("--seed", seed, 0, None)
-    parent = data_dir or Path(tempfile.gettempdir())
-    _check_room(parent, config.disk_bytes, "give smaller --points or another --data-dir")
-    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
-        measured = run(config, scratch, advance)
-        machine = describe_machine(scratch)
+    measured, machine = _measure(config, run, step_count(config), data_dir, json_file, fix="give smaller --points")
     report = make_scale_report(config, measured, machine, describe_commit())
     print_scale_report(report)
     _write_json(json_file, report.to_json())
@@ -174,13 +156,8 @@ def ttft(
     rounds: Annotated[int, typer.Option(metavar="N", help="Prompts of each length.")] = 3,
     parts: Annotated[int, typer.Option(metavar="N", help="Ranges of layers for loading in parts, 1 to 30.")] = 5,
     seed: Annotated[int, typer.Option(metavar="N", help="Of all tokens, 0 or more.")] = 1,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
-    ] = None,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Time to first token of a real model, computed and loaded, and the length from which on loading pays.
 
@@ -200,11 +177,9 @@ def ttft(
     _check_range("--rounds", rounds, 1, None)
     _check_range("--parts", parts, 1, 30)
     _check_range("--seed", seed, 0, None)
-    parent = data_dir or Path(tempfile.gettempdir())
-    _check_room(parent, config.disk_bytes, "give fewer --lengths or --rounds, or another --data-dir")
-    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
-        measured = run(config, scratch, advance)
-        machine = describe_machine(scratch)
+    measured, machine = _measure(
+        config, run, step_count(config), data_dir, json_file, fix="give fewer --lengths or --rounds"
+    )
     report = make_ttft_report(config, measured, machine, describe_commit())
     print_ttft_report(report)
     _write_json(json_file, report.to_json())
@@ -225,13 +200,8 @@ def sliding_window(
     ] = 200,
     answer_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens generated behind each prompt.")] = 32,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the choice of texts, 0 or more.")] = 1,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON as well.")
-    ] = None,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
 ) -> None:
     """What not storing sliding-window KV saves and costs: bounded and exact replay, and snapshots, against a cold run.
 
@@ -263,11 +233,9 @@ def sliding_window(
             f"prompts and what follows have up to {config.total_tokens} tokens, the model can take {MAX_TOTAL_TOKENS}",
             "give fewer --prompt-tokens, --follow-tokens or --answer-tokens",
         )
-    parent = data_dir or Path(tempfile.gettempdir())
-    _check_room(parent, config.disk_bytes, "give fewer --prompts or --prompt-tokens, or another --data-dir")
-    with _measuring(parent, step_count(config), json_file) as (scratch, advance):
-        measured = run(config, scratch, advance)
-        machine = describe_machine(scratch)
+    measured, machine = _measure(
+        config, run, step_count(config), data_dir, json_file, fix="give fewer --prompts or --prompt-tokens"
+    )
     report = make_sliding_window_report(config, measured, machine, describe_commit())
     print_sliding_window_report(report)
     _write_json(json_file, report.to_json())
@@ -275,6 +243,31 @@ def sliding_window(
         print(f"error: {fault} [NOT_A_COLD_RUN]", file=sys.stderr)
     if measured.faults:
         raise typer.Exit(1)
+
+
+class _Config(Protocol):
+    """What a measurement is told."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room that its scratch directory needs."""
+        ...
+
+
+def _measure(
+    config: C,
+    run: Callable[[C, Path, Callable[[str], None]], M],
+    steps: int,
+    data_dir: Path | None,
+    json_file: Path | None,
+    *,
+    fix: str,
+) -> tuple[M, Machine]:
+    """Run a measurement on a scratch directory of its own; `fix` says how to need less room."""
+    parent = data_dir or Path(tempfile.gettempdir())
+    _check_room(parent, config.disk_bytes, f"{fix}, or name another --data-dir")
+    with _measuring(parent, steps, json_file) as (scratch, advance):
+        return run(config, scratch, advance), describe_machine(scratch)
 
 
 @contextmanager
@@ -326,13 +319,8 @@ def _parse_numbers(name: str, text: str) -> list[int]:
 @app.command("demo")
 def demo(
     requests: Annotated[int, typer.Option(metavar="N", help="Requests to run, the first N of the demo's 8.")] = 8,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
-    ] = None,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show a language model answering from KV that another process stored before a restart of the server.
 
@@ -354,13 +342,8 @@ def demo(
 def demo_handoff(
     requests: Annotated[int, typer.Option(metavar="N", help="Requests to hand over, the first N of 4.")] = 4,
     tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of each request, 16 to 512.")] = 64,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Where the scratch directory is made, and removed at the end."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
-    ] = None,
+    data_dir: DataDir = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Show requests that move from a prefill worker to a decode worker and, when that is drained, to another one.
 

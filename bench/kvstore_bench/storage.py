@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_bench.machine import describe_commit
+from kvstore_bench.options import JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.report import print_tables, utc_now
 from kvstore_client.model_config import ModelConfigError
 from kvstore_client.model_kv import VLLM, ModelKv, model_kv_layout
@@ -149,9 +150,7 @@ def storage(
         str | None,
         typer.Option(metavar="DURATION", help="How long KV is kept, e.g. 36h, 3d or 1d12h; with --tokens-per-day."),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there as JSON as well.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compute what a model's KV takes in a store, and what not storing sliding-window KV saves.
 
