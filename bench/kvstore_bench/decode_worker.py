@@ -74,6 +74,11 @@ class Worker:
         self._names: dict[Request, str] = {}
         self._idle_since = time.perf_counter()
 
+    def take_all(self, lines: Lines, timeout_s: float) -> None:
+        """Take the requests that have come, or that come within the time."""
+        for line in lines.read(timeout_s):
+            self.take(json.loads(line))
+
     def take(self, message: dict[str, Any]) -> None:
         """Begin a request, or go on with one that another worker handed over."""
         try:
@@ -152,19 +157,19 @@ def main() -> None:
         worker = Worker(engine, loaded.tokenizer, send)
         with drain.on_signal():
             send(event="ready", model=MODEL_NAME, revision=loaded.spec.revision, block_bytes=loaded.spec.block_bytes)
-            _serve(worker, engine, drain, hand_over_started=arguments.role == "prefill")
+            lines = Lines(0)
+            _serve(worker, engine, drain, lines, hand_over_started=arguments.role == "prefill")
             report = drain.run(worker.give, on_step=worker.tell)
+            worker.take_all(lines, 0.0)  # what came during the drain: refused
         if cache is not None:
             cache.close(flush_s=FLUSH_S)
         send(event="end", grace_used_s=report.grace_used_s, handed_over=report.handed_over)
 
 
-def _serve(worker: Worker, engine: Engine, drain: Drain, *, hand_over_started: bool) -> None:
+def _serve(worker: Worker, engine: Engine, drain: Drain, lines: Lines, *, hand_over_started: bool) -> None:
     """Until told to drain, or until there is nothing to do and there will be nothing."""
-    lines = Lines(0)
     while not drain.begun and (engine.has_work or not lines.ended):
-        for line in lines.read(0.0 if engine.has_work else _IDLE_POLL_S):
-            worker.take(json.loads(line))
+        worker.take_all(lines, 0.0 if engine.has_work else _IDLE_POLL_S)
         if engine.has_work:
             worker.step()
         if hand_over_started:

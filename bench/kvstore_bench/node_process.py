@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from kvstore_bench.processes import ProcessError, interrupts_deferred
+from kvstore_bench.processes import ProcessError, interrupts_deferred, log_tail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
     from kvstore_bench.demo_prompts import Message
 
-_STOP_TIMEOUT_S = 30
-_LOG_TAIL_CHARS = 2000
+STOP_TIMEOUT_S = 60
 
 # For whatever computes with torch: threads that wait for each other sleep instead of spinning. Spinning is a little faster on an
 # idle machine, and several times slower as soon as anything else runs: measured on 2 cores with 5 busy processes, prefill at
@@ -78,9 +77,7 @@ class NodeProcess:
         raise self._ended()
 
     def _ended(self) -> ProcessError:
-        code = self._process.wait(_STOP_TIMEOUT_S)
-        log = self._log_path.read_text(errors="replace")[-_LOG_TAIL_CHARS:].strip()
-        return ProcessError(f"the prefill node ended with {code}:\n{log}")
+        return ended("the prefill node", self._process, self._log_path)
 
 
 @contextmanager
@@ -91,7 +88,12 @@ def running_node(target: str, log_path: Path, *options: str) -> Iterator[NodePro
     """
     with running_module("kvstore_bench.prefill_node", ["--target", target, *options], log_path) as process:
         yield NodeProcess(process, log_path)
-        process.wait(_STOP_TIMEOUT_S)
+        process.wait(STOP_TIMEOUT_S)
+
+
+def ended(what: str, process: subprocess.Popen[str], log_path: Path) -> ProcessError:
+    """The error that a process has ended when it should not; waits until it has."""
+    return ProcessError(f"{what} ended with {process.wait(STOP_TIMEOUT_S)}:\n{log_tail(log_path)}")
 
 
 @contextmanager

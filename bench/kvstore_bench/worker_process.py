@@ -6,8 +6,7 @@ import json
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kvstore_bench.node_process import running_module
-from kvstore_bench.processes import ProcessError, log_tail
+from kvstore_bench.node_process import STOP_TIMEOUT_S, ended, running_module
 
 if TYPE_CHECKING:
     import subprocess
@@ -15,8 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvstore_bench.node_process import Event
-
-_STOP_TIMEOUT_S = 60
+    from kvstore_bench.processes import ProcessError
 
 
 class WorkerProcess:
@@ -52,8 +50,7 @@ class WorkerProcess:
         raise self._ended()
 
     def _ended(self) -> ProcessError:
-        code = self._process.wait(_STOP_TIMEOUT_S)
-        return ProcessError(f"a worker ended with {code}:\n{log_tail(self._log_path)}")
+        return ended("a worker", self._process, self._log_path)
 
 
 @contextmanager
@@ -64,4 +61,4 @@ def running_worker(role: str, log_path: Path, *options: str) -> Iterator[WorkerP
     """
     with running_module("kvstore_bench.decode_worker", ["--role", role, *options], log_path) as process:
         yield WorkerProcess(process, log_path)
-        process.wait(_STOP_TIMEOUT_S)
+        process.wait(STOP_TIMEOUT_S)
