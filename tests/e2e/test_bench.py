@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benches import processes_about
 from kvstore_bench import cli
 from kvstore_bench.machine import describe_machine
 from kvstore_bench.processes import Child
 from kvstore_bench.report import percentile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
 PATIENCE_S = 120
 TINY = ("--blocks", "16", "--batch", "4", "--block-bytes", "5000", "--rounds", "2", "--memory-blocks", "64")
@@ -42,29 +43,6 @@ def bench(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*args), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A --data-dir; whatever the outcome, nothing stays in it and no process works there."""
-    directory = tmp_path / "scratch"
-    directory.mkdir()
-    yield directory
-    assert list(directory.iterdir()) == []
-    assert processes_about(directory) == {}
-
-
-def processes_about(directory: Path) -> dict[int, str]:
-    """Command lines that name `directory`, by process id."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        if str(directory).encode() in words:
-            found[int(path.parent.name)] = words.decode()
-    return found
 
 
 def test_a_run_reports_every_figure_and_what_it_must_be_read_with(scratch: Path, tmp_path: Path):

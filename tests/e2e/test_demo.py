@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from benches import short_conversations
 from kvstore_bench import cli, demo
 from kvstore_bench.demo_prompts import SCHEDULE, conversations
 from kvstore_bench.demo_report import DemoReport, DemoRequest
@@ -23,54 +23,15 @@ from kvstore_engine.gguf_loader import open_gguf, smollm2_gguf_path
 from kvstore_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore_bench.demo_prompts import Conversation
+    pass
 
 PATIENCE_S = 280
+
+pytestmark = pytest.mark.usefixtures("sigterm_afterwards")
 
 
 def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "kvstore_bench.cli", "demo", *args]
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A --data-dir; whatever the outcome, nothing stays in it and no process works there."""
-    directory = tmp_path / "scratch"
-    directory.mkdir()
-    yield directory
-    assert list(directory.iterdir()) == []
-    assert processes_with(str(directory)) == []
-
-
-@pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
-    """The command changes what SIGTERM does; here it runs inside of pytest."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
-def processes_with(word: str) -> list[int]:
-    """Ids of the processes that have `word` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        if word.encode() in words:
-            found.append(int(path.parent.name))
-    return found
-
-
-def short_conversations() -> dict[str, Conversation]:
-    """The demo's, cut: what is tested here does not get better with length, only slower."""
-    return {
-        name: replace(talk, system=talk.system[:900], turns=tuple(turn[-900:] for turn in talk.turns))
-        for name, talk in conversations().items()
-    }
 
 
 def test_second_node_hits_what_the_first_stored_before_the_restart(

@@ -13,56 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benches import short_conversations
 from kvstore_bench import cli, demo_handoff
 from kvstore_bench.demo_handoff_report import HandoffReport, HandoffRequest, Move
-from kvstore_bench.demo_prompts import conversations
 from kvstore_bench.machine import describe_machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvstore_bench.demo_prompts import Conversation
+    pass
 
 PATIENCE_S = 280
 
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """A --data-dir; whatever the outcome, nothing stays in it and no process works there."""
-    directory = tmp_path / "scratch"
-    directory.mkdir()
-    yield directory
-    assert list(directory.iterdir()) == []
-    assert processes_with(str(directory)) == []
-
-
-@pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
-    """The command changes what SIGTERM does; here it runs inside of pytest."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
-
-
-def processes_with(word: str) -> list[int]:
-    """Ids of the processes that have `word` in their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes()
-        except OSError:
-            continue  # it has ended meanwhile
-        if word.encode() in words:
-            found.append(int(path.parent.name))
-    return found
-
-
-def short_conversations() -> dict[str, Conversation]:
-    """The demo's, cut: what is tested here does not get better with length, only slower."""
-    return {
-        name: replace(talk, system=talk.system[:900], turns=tuple(turn[-900:] for turn in talk.turns))
-        for name, talk in conversations().items()
-    }
+pytestmark = pytest.mark.usefixtures("sigterm_afterwards")
 
 
 def test_requests_move_through_three_workers_and_say_the_same(

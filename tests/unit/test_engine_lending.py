@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+import nodes
 from hooks import Saved
 from kvstore_client import ReplayMode
 from kvstore_engine.engine import Engine
@@ -16,22 +17,11 @@ from kvstore_engine.kv_pool import KVPool
 from kvstore_engine.model import Llama, LlamaConfig, random_weights
 from kvstore_engine.sampling import SamplingParams
 
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=4,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
+CONFIG = replace(nodes.CONFIG, layers=4)
 HYBRID = replace(CONFIG, window_tokens=128, window_layers=(1, 3))
 WEIGHTS = random_weights(CONFIG, seed=5, tied=False)
 FEW = SamplingParams(max_new_tokens=5)
-PROMPT = torch.randint(0, 211, (900,), generator=torch.Generator().manual_seed(0)).tolist()
+PROMPT = nodes.prompt_of(900)
 MISS = LoadedPrefix()
 
 

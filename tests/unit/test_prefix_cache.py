@@ -17,7 +17,6 @@ import torch
 
 from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import (
-    ClientConfig,
     GetResult,
     KvGroup,
     KvGroupKind,
@@ -39,9 +38,10 @@ from kvstore_engine.engine import Engine, Generation
 from kvstore_engine.hook import LoadedPrefix, RequestContext
 from kvstore_engine.identity import namespace_spec
 from kvstore_engine.kv_pool import BLOCK_TOKENS, KVPool
-from kvstore_engine.model import Llama, LlamaConfig, random_weights
+from kvstore_engine.model import Llama
 from kvstore_engine.prefix_cache import PrefixCache
 from kvstore_engine.sampling import SamplingParams
+from nodes import CONFIG, PATIENCE_S, WEIGHTS, make_pool, patient_client, prompt_of
 from serving import running_server
 from wire_server import wire_server
 
@@ -51,21 +51,8 @@ if TYPE_CHECKING:
 
     from serving import RunningServer
 
-CONFIG = LlamaConfig(
-    vocab_size=211,
-    hidden_size=32,
-    intermediate_size=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    rope_theta=10_000.0,
-    rms_norm_eps=1e-5,
-    max_positions=2048,
-)
-MODEL = Llama(CONFIG, random_weights(CONFIG, seed=5, tied=False))
+MODEL = Llama(CONFIG, WEIGHTS)
 FEW = SamplingParams(max_new_tokens=5)
-PATIENCE_S = 60
 LOGGER = "kvstore_engine.prefix_cache"
 
 
@@ -88,18 +75,6 @@ def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
     return namespace_spec(request.node.name, "weights-1", make_pool())
 
 
-def patient_client(target: str) -> KVStoreClient:
-    """A busy machine must not turn a hit into a miss here; what is down is refused at once all the same."""
-    return KVStoreClient(ClientConfig(target=target, base_budget_s=PATIENCE_S))
-
-
-def make_pool(num_blocks: int = 16) -> KVPool:
-    """Memory that starts as NaN: reading KV that nobody computed or loaded spoils everything after."""
-    pool = KVPool(num_blocks=num_blocks, layers=2, kv_heads=2, head_dim=8)
-    pool.kv.fill_(float("nan"))
-    return pool
-
-
 def make_cache(handle: Any, **options: Any) -> PrefixCache:
     """A cache that uses every hit: this model computes faster than any store brings."""
     options = {"benefit": MinimumHit(1), **options}
@@ -116,10 +91,6 @@ def generate(cache: PrefixCache | None, prompt: list[int], params: SamplingParam
 def save(cache: PrefixCache, tokens: list[int], first_block: int, views: list[memoryview]) -> None:
     assert cache.save_blocks(tokens, first_block, views, RequestContext()).wait(PATIENCE_S)
     assert cache.flush(PATIENCE_S)
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(0, 211, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def assert_same_answer(one: Generation, other: Generation) -> None:
