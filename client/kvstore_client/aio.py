@@ -199,13 +199,27 @@ class AsyncNamespaceHandle:
 class LoopChannel:
     """What belongs to one event loop, and is touched by it alone: its channels, and the registrations under way on them."""
 
-    def __init__(self, config: ClientConfig) -> None:
-        options = channel_options(config)
-        self._asking, self._writing = (grpc.aio.insecure_channel(config.target, options=options) for _ in range(2))
-        self.methods = methods_of(self._asking, self._writing)
+    def __init__(self, config: ClientConfig, recoveries: int) -> None:
+        """`recoveries`: the breaker's, as of now."""
         self.registering: dict[bytes, asyncio.Task[bytes | Failure]] = {}
         self.pid = os.getpid()
+        self._config = config
+        self._recoveries = recoveries
+        self._asking, self._writing = self._connect(), self._connect()
+        self._ending: set[asyncio.Task[None]] = set()  # of channels that were replaced
+        self.methods = methods_of(self._asking, self._writing)
         _CHANNELS[self] = None
+
+    def renew(self, recoveries: int) -> None:
+        """Replace what waits to connect though another connection has found the store to be back since.
+
+        A new channel connects at once; on the old one all calls would fail for the rest of its pause.
+        """
+        if recoveries == self._recoveries:  # the common case
+            return
+        self._recoveries = recoveries
+        self._asking, self._writing = self._renewed_if_waiting(self._asking), self._renewed_if_waiting(self._writing)
+        self.methods = methods_of(self._asking, self._writing)
 
     async def close(self) -> None:
         """Close the channels; calls under way end as CANCELLED."""
@@ -214,6 +228,19 @@ class LoopChannel:
         await self._asking.close()
         await self._writing.close()
 
+    def _connect(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self._config.target, options=channel_options(self._config))
+
+    def _renewed_if_waiting(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        if channel.get_state() not in _WAITS:
+            return channel
+        end = asyncio.ensure_future(channel.close())
+        self._ending.add(end)
+        end.add_done_callback(self._ending.discard)
+        return self._connect()
+
+
+_WAITS = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
 
 # gRPC's asyncio cannot be used, and dies by a signal, in a child that was forked while one of these was open in the parent.
 _CHANNELS: weakref.WeakKeyDictionary[LoopChannel, None] = weakref.WeakKeyDictionary()
@@ -230,10 +257,13 @@ class LoopChannels:
     def current(self) -> LoopChannel:
         """The running loop's channel. Raises: ClientClosedError; RuntimeError: there is no loop, or it is a forked child's."""
         loop = asyncio.get_running_loop()
-        self.connections.current()
+        recoveries = self.connections.current().breaker.recoveries
         channel = self._by_loop.get(loop)
         # A loop that was made before a fork can run in the child.
-        return channel if channel is not None and channel.pid == os.getpid() else self._make(loop)
+        if channel is None or channel.pid != os.getpid():
+            return self._make(loop, recoveries)
+        channel.renew(recoveries)
+        return channel
 
     async def close(self) -> None:
         """Close the running loop's channel, and let the other loops close theirs. Idempotent."""
@@ -249,7 +279,7 @@ class LoopChannels:
                 asyncio.run_coroutine_threadsafe(channel.close(), loop)
         # The channel of a loop that does not run any more closes when it is collected.
 
-    def _make(self, loop: asyncio.AbstractEventLoop) -> LoopChannel:
+    def _make(self, loop: asyncio.AbstractEventLoop, recoveries: int) -> LoopChannel:
         # A list of references: other loops' threads make theirs meanwhile.
         if any((channel := ref()) is not None and channel.pid != os.getpid() for ref in _CHANNELS.keyrefs()):
             raise RuntimeError(
@@ -259,7 +289,7 @@ class LoopChannels:
         for other in self._by_loop.copy():
             if other.is_closed():
                 self._by_loop.pop(other, None)
-        return self._by_loop.setdefault(loop, LoopChannel(self._config))
+        return self._by_loop.setdefault(loop, LoopChannel(self._config, recoveries))
 
 
 async def _run(steps: Steps[T], channels: LoopChannels) -> T:

@@ -73,7 +73,11 @@ class _LaneState:
 
 
 class Breaker:
-    """One per connection. Threads and event loops may share it; nothing here waits for the store but the probing thread."""
+    """One per connection. Threads and event loops may share it; nothing here waits for the store but the probing thread.
+
+    Attributes:
+        recoveries: how often the store has answered a probe after calls had failed.
+    """
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class Breaker:
         self._clock = clock
         self._pid = os.getpid()
         self._stop = threading.Event()
+        self.recoveries = 0  # written under the lock
         self._lock = threading.Lock()  # guards everything below
         self._lanes: dict[str, _LaneState] = {lane: _LaneState() for lane in LANES}
         self._outage_calls = 0  # in a row, over all lanes
@@ -151,6 +156,7 @@ class Breaker:
         """The store was asked. Returns: seconds until it is to be asked again; None when nothing waits for an answer."""
         with self._lock:
             now_s = self._clock()
+            self.recoveries += failure is None
             for state in self._unproved():
                 if state.retry_at_s <= now_s:
                     state.proved = failure is None

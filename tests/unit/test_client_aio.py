@@ -278,3 +278,26 @@ def test_probe_asks_on_the_connection_of_puts_too_even_if_the_namespace_is_unkno
         with KVStoreClient(ClientConfig(target=peer.target)) as client:
             assert client._connections.current().probe(PATIENT_S) is None
         assert len(peers) == 2
+
+
+def test_call_after_an_outage_does_not_wait_for_the_pause_its_own_channel_makes_between_attempts_to_connect(
+    monkeypatch,
+):
+    monkeypatch.setattr("kvstore_client.channel.RECONNECT_BACKOFF_INITIAL_MS", 120_000)
+    with wire_server() as peer:
+        target = peer.target
+    config = ClientConfig(target=target, base_budget_s=PATIENT_S, reconnect_backoff_max_s=120, breaker_probe_s=0.01)
+
+    async def outage() -> list[object]:
+        async with AsyncKVStoreClient(config) as client:
+            namespace = client.namespace(SPEC)
+            breaker = client._channels.connections.current().breaker
+            monkeypatch.setattr(breaker, "_start_probing", lambda: None)
+            assert [(await namespace.match(CHAIN)).failure.reason for _ in range(3)] == ["UNREACHABLE"] * 3
+            with wire_server(target) as peer:
+                peer.answers["MatchPrefix"] = lambda *_: pb.MatchPrefixResponse()
+                while namespace.cut_off("lookup") is not None:
+                    await asyncio.to_thread(breaker.probe_once)
+                return [(await namespace.match(CHAIN)).failure, await namespace.register()]
+
+    assert asyncio.run(outage()) == [None, None]
