@@ -18,7 +18,17 @@ _FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.js
 _IGNORED: Final = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin"})
 # Where the cache of the Hugging Face hub keeps the files of one commit.
 _SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})/?$")
+_HUB_NAME: Final = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}/?$")
 _READ_BYTES: Final = 4 << 20
+
+
+def model_name(model: str) -> str:
+    """What a model is called wherever its files lie: the hub's name of it, or that of its directory or file."""
+    path = Path(model)
+    if not model or not path.exists():
+        return model
+    in_hub = _HUB_NAME.search(str(path))
+    return in_hub.group(1).replace("--", "/") if in_hub is not None else path.resolve().name
 
 
 def model_revision(model: str, given: str, *, key: str = "revision") -> str:

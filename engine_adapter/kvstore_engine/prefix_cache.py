@@ -337,7 +337,7 @@ class _Crew:
     """What belongs to one process: its counts, and its threads, which are started when there is work for them."""
 
     loaders: ThreadPoolExecutor
-    saves: SaveQueue
+    saves: SaveQueue[SaveJob]
     book: StatsBook
 
     def start(self, run: Callable[..., None], *args: object) -> bool:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,14 +68,27 @@ class SaveJob:
     pending: Pending = field(default_factory=Pending)
 
 
-class SaveQueue:
+class QueuedSave(Protocol):
+    """What a queue has to know of a job: what all of it takes in memory, and whom to tell that it is done."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def pending(self) -> Pending: ...
+
+
+Job = TypeVar("Job", bound=QueuedSave)
+
+
+class SaveQueue(Generic[Job]):
     """Jobs in order, one after the other. Any thread may offer; the thread that stores is there while there are jobs."""
 
     def __init__(
         self,
         max_bytes: int,
-        store: Callable[[SaveJob], None],
-        drop: Callable[[SaveJob], None],
+        store: Callable[[Job], None],
+        drop: Callable[[Job], None],
         *,
         idle_s: float = IDLE_S,
     ) -> None:
@@ -89,7 +102,7 @@ class SaveQueue:
         self._drop = drop
         self._idle_s = idle_s
         self._changed = threading.Condition()  # guards everything below
-        self._jobs: deque[SaveJob] = deque()
+        self._jobs: deque[Job] = deque()
         self._pending_bytes = 0
         self._offered = 0
         self._ended = 0  # of the offered, in the same order
@@ -114,7 +127,7 @@ class SaveQueue:
                 self._pending_bytes += taken * piece_bytes + beside_bytes
             return taken
 
-    def offer(self, job: SaveJob) -> None:
+    def offer(self, job: Job) -> None:
         """Queue a job for which room was reserved."""
         with self._changed:
             if not self._stopped:
@@ -153,7 +166,7 @@ class SaveQueue:
         if thread is not None:
             thread.join()
 
-    def _give_back(self, job: SaveJob) -> None:
+    def _give_back(self, job: Job) -> None:
         self._drop(job)
         job.pending.finish()
 
@@ -168,7 +181,7 @@ class SaveQueue:
                     self._ended += 1
                     self._changed.notify_all()
 
-    def _next(self) -> SaveJob | None:
+    def _next(self) -> Job | None:
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._stopped, self._idle_s)
             if self._jobs:

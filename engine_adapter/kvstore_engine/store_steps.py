@@ -46,7 +46,7 @@ _LOGGED_BY_CLIENT = frozenset({"UNREACHABLE", "DEADLINE", "BREAKER_OPEN"})
 
 
 class BlocksLoaded(NamedTuple):
-    """How many blocks from the first on are valid, and the reason why the next one is not: "" if there is none.
+    """How many blocks from the first asked for on are valid, and the reason why the next one is not: "" if there is none.
 
     Blocks behind a bad one do not count even if they came: without it their KV is of no use.
     """
@@ -121,11 +121,19 @@ class StoreSteps:
         lease: bytes,
         part: tuple[int, int] | None = None,
         budget_s: float | None = None,
+        *,
+        first_block: int = 0,
     ) -> BlocksLoaded:
-        """Bring the first blocks of `chain`, or a part of each, into `views`."""
+        """Bring blocks of `chain` from `first_block` on, or a part of each, into `views`."""
         result = _guarded(
             lambda: self._namespace.get(
-                chain, list(views), block_count=len(views), lease=lease, part=part, budget_s=budget_s
+                chain,
+                list(views),
+                first_block=first_block,
+                block_count=len(views),
+                lease=lease,
+                part=part,
+                budget_s=budget_s,
             ),
             lambda failure: GetResult((), failure),
         )

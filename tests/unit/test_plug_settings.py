@@ -6,7 +6,7 @@ import pytest
 
 from kvstore_client import KVStoreConfigError
 from kvstore_engine.benefit import MeasuredBenefit, MinimumHit
-from kvstore_engine.model_identity import config_digest, model_revision, weights_fingerprint
+from kvstore_engine.model_identity import config_digest, model_name, model_revision, weights_fingerprint
 from kvstore_engine.plug_settings import PlugSettings
 
 
@@ -92,3 +92,13 @@ def test_model_without_files_or_revision_is_refused_naming_the_key(tmp_path, mon
 def test_configuration_is_told_apart_whatever_the_order_of_its_keys():
     assert config_digest({"a": 1, "b": {"c": 2}}) == config_digest({"b": {"c": 2}, "a": 1})
     assert config_digest({"a": 1}) != config_digest({"a": 2})
+
+
+def test_model_is_called_the_same_wherever_it_lies(tmp_path):
+    for place in ("here", "there"):
+        model_at(tmp_path / place)
+        (tmp_path / place / "llama").mkdir()
+    assert {model_name(str(tmp_path / place / "llama")) for place in ("here", "there")} == {"llama"}
+    snapshot = tmp_path / "models--org--name" / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    assert model_name(str(snapshot)) == model_name("org/name") == "org/name"

@@ -1,0 +1,74 @@
+"""What a worker's KV is interchangeable with: its namespace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from kvstore_client import KVStoreConfigError, NamespaceSpec, ParallelDimension
+from kvstore_engine.model_identity import config_digest, model_name, model_revision
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvstore_engine.plug_settings import PlugSettings
+    from kvstore_engine.vllm.placement import Placement
+
+# Names, versions and special tokens of a configuration, which no layer's output depends on.
+_SAYS_NOTHING = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
+)
+
+
+def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
+    """The revision of the model that vLLM serves.
+
+    Raises: KVStoreConfigError: it is not known, or the KV would depend on what no namespace says.
+    """
+    parallel = config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise KVStoreConfigError("UNSUPPORTED_MODEL", f"{name} is {getattr(parallel, name)}, supported is 1")
+    model = config.model_config
+    if str(config.load_config.load_format) == "dummy" and not settings.revision:
+        raise KVStoreConfigError(
+            "IDENTITY_UNKNOWN",
+            "load_format is dummy, so the weights are none of the model's; set 'revision' to name them",
+        )
+    return model_revision(model.model, settings.revision)
+
+
+def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, placement: Placement) -> NamespaceSpec:
+    """The namespace of this worker's KV.
+
+    The release of vLLM is part of it: what lies where in a block, and how it is computed, is vLLM's to change.
+    Raises: NamespaceSpecError: e.g. a block is larger than a store takes.
+    """
+    model, pp, tp = config.model_config, get_pp_group(), get_tp_group()
+    spec = NamespaceSpec(
+        model=settings.model or model_name(model.model),
+        revision=revision,
+        engine="vllm " + ".".join(vllm.__version__.split(".")[:2]),
+        layout=placement.layout,
+        kv_dtype=placement.dtype,
+        block_bytes=placement.block_bytes,
+        tenant=settings.tenant,
+        parallel=(
+            ParallelDimension("pp", pp.rank_in_group, pp.world_size),
+            ParallelDimension("tp", tp.rank_in_group, tp.world_size),
+        ),
+        labels={
+            "config": config_digest(_config_of(model.hf_config)),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "quantization": str(model.quantization or ""),
+        },
+    )
+    spec.validate()
+    return spec
+
+
+def _config_of(hf_config: Any) -> dict[str, object]:  # noqa: ANN401 - transformers has no types here
+    return {name: value for name, value in hf_config.to_dict().items() if name not in _SAYS_NOTHING}

@@ -1,0 +1,85 @@
+"""What the two halves of the connector tell each other, through vLLM's own channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Workers are told apart by their place: (rank in the pipeline, rank in the tensor-parallel group).
+WorkerPlace = tuple[int, int]
+
+
+@dataclass
+class WorkerIdentity(KVConnectorHandshakeMetadata):
+    """A worker tells the scheduler at the start whose namespace its KV belongs to: a `NamespaceSpec`, as on the wire."""
+
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks of one request to move between the store and the workers' memory.
+
+    Attributes:
+        request_id: vLLM's.
+        chains: worker -> its prefix hashes up to the end of the last block; a namespace is part of its hashes.
+        leases: worker -> its lease; empty for a save.
+        first_block: the first block concerned; the last is the last of the chain.
+        engine_blocks: KV group -> for each block concerned, the ids of the engine's blocks that make it up; NOT_HERE for one that
+            is not to be touched: it is outside of a window, or another request's.
+        traffic_class: empty for the server's default.
+    """
+
+    request_id: str
+    chains: dict[WorkerPlace, bytes]
+    leases: dict[WorkerPlace, bytes]
+    first_block: int
+    engine_blocks: Sequence[Sequence[Sequence[int]]]
+    traffic_class: str
+
+
+# The id of a block that holds nothing; vLLM's own null block has id 0.
+NOT_HERE = 0
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """The scheduler tells the workers what to begin in one step. `is_idle`: it computes nothing."""
+
+    loads: list[Transfer] = field(default_factory=list)
+    saves: list[Transfer] = field(default_factory=list)
+    is_idle: bool = False
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """The workers tell the scheduler what came of loads.
+
+    Attributes:
+        loaded_blocks: request -> blocks of its load that are valid from the first asked for on, in the worker with the fewest.
+        failed: requests whose load brought fewer blocks than it was asked for, in any worker.
+        load_bytes, load_s: how much came, and how long it took: how fast the store is.
+    """
+
+    loaded_blocks: dict[str, int] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
+    load_bytes: int = 0
+    load_s: float = 0.0
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        """Both as one."""
+        assert isinstance(other, WorkerReport)
+        loaded = dict(self.loaded_blocks)
+        for request_id, blocks in other.loaded_blocks.items():
+            loaded[request_id] = min(blocks, loaded.get(request_id, blocks))
+        failed = self.failed | other.failed
+        return WorkerReport(loaded, failed, self.load_bytes + other.load_bytes, self.load_s + other.load_s)

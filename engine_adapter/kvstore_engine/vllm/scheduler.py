@@ -1,0 +1,320 @@
+"""The half in vLLM's scheduler: looks prefixes up, and says what the workers are to load and save.
+
+Nothing here waits for the store. A look-up runs on a thread, and vLLM is told to ask again until it has ended. For each request
+the store is asked once before it is computed; once more if vLLM has preempted it; and never again after a load that failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from kvstore_api.limits import BLOCK_TOKENS
+from kvstore_api.v1 import types_pb2
+from kvstore_client import Chain, KVStoreClient, NamespaceSpec
+from kvstore_engine.store_steps import StoreSteps
+from kvstore_engine.vllm.messages import StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.metrics import KVStoreStats
+from kvstore_engine.vllm.placement import stored_groups
+from kvstore_engine.vllm.requests import Chains, adapter_of, has_name, traffic_class
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
+
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvstore_client import NamespaceHandle
+    from kvstore_engine.plug_settings import PlugSettings
+    from kvstore_engine.vllm.messages import WorkerPlace
+
+LOOK_UP_THREADS: Final = 4
+# How long an answer is taken for true. What it names may be gone later, which a load would find out, at the price of a miss.
+ANSWER_KEEPS_S: Final = 5.0
+# How long a step that computes nothing waits for a look-up.
+IDLE_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a look-up has found. `failed`: nobody knows what is stored."""
+
+    hit_blocks: int = 0
+    leases: dict[WorkerPlace, bytes] = field(default_factory=dict)
+    failed: bool = False
+    at_s: float = 0.0
+
+
+class _Tracked:
+    """What is known of one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.chains: Chains | None = None  # written by the look-up, read after it
+        self.look_up: Future[_Answer] | None = None
+        self.begun_s = 0.0
+        self.counted = False
+        self.saved_blocks: int | None = None  # leading blocks that the store has, or was offered; None: nobody knows
+        self.local_tokens = 0  # that vLLM had itself when it asked
+        self.load_failed = False
+        self.load_first = 0
+
+
+class SchedulerHalf:
+    """Called by vLLM's scheduler, on its thread."""
+
+    def __init__(self, settings: PlugSettings, kv_cache_config: KVCacheConfig) -> None:
+        self._settings = settings
+        self._groups = stored_groups(kv_cache_config)
+        self._block_sizes = [BLOCK_TOKENS // group.ratio for group in self._groups]
+        self._client = KVStoreClient(settings.client)
+        self._benefit = settings.benefit()
+        self._threads = ThreadPoolExecutor(LOOK_UP_THREADS, thread_name_prefix="kvstore-look-up")
+        self._namespaces: dict[WorkerPlace, NamespaceHandle] = {}
+        self._steps: dict[WorkerPlace, StoreSteps] = {}
+        self._block_bytes = 0
+        self._requests: dict[str, _Tracked] = {}
+        self._loads: list[Transfer] = []
+        self._running: deque[tuple[float, int]] = deque()  # steps under way: when begun, how many tokens
+        self._last_output_s = 0.0
+        self._stats = KVStoreStats()
+        self._manager: KVCacheManager | None = None
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """vLLM's manager, which knows where a request's blocks are."""
+        self._manager = manager
+
+    def meet_workers(self, namespaces: Mapping[WorkerPlace, bytes]) -> None:
+        """The workers have said what their KV is. Without them there is no hit and no save."""
+        for place, data in namespaces.items():
+            spec = NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(data))
+            handle = self._client.namespace(spec)
+            self._namespaces[place], self._steps[place] = handle, StoreSteps(handle)
+        self._block_bytes = sum(handle.block_bytes for handle in self._namespaces.values())
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._client.close()
+
+    # Before a request is computed
+
+    def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond those that vLLM has itself; None: ask again."""
+        tracked = self._tracked(request)
+        if tracked is None or tracked.load_failed:
+            return 0
+        tracked.local_tokens = local_tokens
+        usable: int = (request.num_tokens - 1) // BLOCK_TOKENS
+        self._ask_if_needed(tracked, usable)
+        if usable * BLOCK_TOKENS <= local_tokens:
+            return 0  # vLLM has it all; the answer only tells from where on to save
+        answer = self._answer(tracked)
+        if answer is None:
+            return None
+        hit_tokens: int = min(answer.hit_blocks, usable) * BLOCK_TOKENS
+        self._count(tracked, usable, answer)
+        gain = hit_tokens - local_tokens
+        if gain <= 0 or not self._benefit.is_worth(gain, gain * self._block_bytes // BLOCK_TOKENS):
+            if gain > 0:
+                self._stats.add("not_worth_it_tokens", gain)
+            return 0
+        return gain
+
+    def allocated(self, request: Request, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """vLLM has made room for what was matched."""
+        tracked = self._requests.get(request.request_id)
+        if not external_tokens or tracked is None or tracked.chains is None:
+            return
+        answer = self._answer(tracked)
+        end_tokens = tracked.local_tokens + external_tokens
+        first, end = tracked.local_tokens // BLOCK_TOKENS, -(-end_tokens // BLOCK_TOKENS)
+        tracked.load_first = first
+        self._loads.append(
+            Transfer(
+                request_id=request.request_id,
+                chains=tracked.chains.first(end),
+                leases=answer.leases if answer is not None else {},
+                first_block=first,
+                engine_blocks=self._blocks_of(block_ids, first, end, tracked.local_tokens, end_tokens),
+                traffic_class=traffic_class(request, self._settings.traffic_class),
+            )
+        )
+        tracked.look_up = None  # if vLLM preempts the request, what is stored then is another question
+
+    def _tracked(self, request: Request) -> _Tracked | None:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None and self._namespaces and has_name(request):
+            tracked = self._requests[request.request_id] = _Tracked(request)
+        return tracked
+
+    def _ask_if_needed(self, tracked: _Tracked, usable: int) -> None:
+        look_up = tracked.look_up
+        if look_up is not None and (not look_up.done() or time.monotonic() - look_up.result().at_s < ANSWER_KEEPS_S):
+            return
+        tracked.begun_s = time.monotonic()
+        tracked.look_up = self._threads.submit(self._look_up, tracked, usable)
+
+    def _answer(self, tracked: _Tracked) -> _Answer | None:
+        """What the look-up has found, once it has ended; it is given up when it has not begun in a call's time."""
+        look_up = tracked.look_up
+        if look_up is None:
+            return _Answer(failed=True)
+        if not look_up.done():
+            budget_s = next(iter(self._namespaces.values())).budget_s(0)
+            if time.monotonic() - tracked.begun_s > budget_s and look_up.cancel():
+                tracked.look_up = None
+                self._stats.count_miss("LOOK_UP_BUSY")
+                tracked.load_failed = True  # it goes on at once, and is not asked for again
+                return _Answer(failed=True)
+            return None
+        return look_up.result()
+
+    def _look_up(self, tracked: _Tracked, usable: int) -> _Answer:
+        """On a thread. The hit of a request is the shortest of its workers' hits."""
+        try:
+            answer = self._asked(tracked, usable)
+        except Exception as error:  # a bug; neither the engine nor the thread may end by it
+            self._stats.count_miss(type(error).__name__)
+            answer = _Answer(failed=True, at_s=time.monotonic())
+        return answer
+
+    def _asked(self, tracked: _Tracked, usable: int) -> _Answer:
+        request = tracked.request
+        if tracked.chains is None:
+            adapter = adapter_of(request)
+            if adapter is None:
+                return _Answer(failed=True, at_s=time.monotonic())
+            digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
+            tracked.chains = Chains.of(request, digests, adapter)
+        if usable < 1:
+            return _Answer(at_s=time.monotonic())
+        refusal = next((steps.refusal("lookup") for steps in self._steps.values()), "")
+        if refusal:  # neither hashing nor asking is worth it
+            self._stats.count_miss(refusal)
+            return _Answer(failed=True, at_s=time.monotonic())
+        began_s = time.monotonic()
+        tracked.chains.grow(request, usable)
+        hit = usable
+        leases: dict[WorkerPlace, bytes] = {}
+        for place, data in tracked.chains.first(usable).items():
+            match = self._steps[place].look_up(Chain(data), traffic_class(request, self._settings.traffic_class))
+            if match.failure is not None:
+                self._stats.count_miss(match.failure.reason)
+                return _Answer(failed=True, at_s=time.monotonic())
+            hit, leases[place] = min(hit, match.hit_length_blocks), match.lease
+        now_s = time.monotonic()
+        self._benefit.note_look_up(now_s - began_s)
+        return _Answer(hit, leases, at_s=now_s)
+
+    def _count(self, tracked: _Tracked, usable: int, answer: _Answer) -> None:
+        if tracked.saved_blocks is None and not answer.failed:
+            tracked.saved_blocks = answer.hit_blocks
+        if not tracked.counted:
+            tracked.counted = True
+            self._stats.add("asked_tokens", usable * BLOCK_TOKENS)
+            self._stats.add("hit_tokens", answer.hit_blocks * BLOCK_TOKENS)
+
+    # With each step
+
+    def step(self, output: SchedulerOutput) -> StepMetadata:
+        """What the workers are to begin in this step."""
+        self._running.append((time.monotonic(), output.total_num_scheduled_tokens))
+        metadata = StepMetadata(self._loads, [], is_idle=not output.total_num_scheduled_tokens)
+        self._loads = []
+        if metadata.is_idle:
+            self._let_look_ups_go_on()
+        computed = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for request_id, tokens in computed.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                metadata.saves += self._to_save(tracked, tokens + output.num_scheduled_tokens.get(request_id, 0))
+        return metadata
+
+    def _let_look_ups_go_on(self) -> None:
+        """vLLM has nothing to compute, and asking again and again would only take the look-ups' time."""
+        pending = [t.look_up for t in self._requests.values() if t.look_up is not None and not t.look_up.done()]
+        if pending:
+            wait(pending, IDLE_S, FIRST_COMPLETED)
+
+    def _to_save(self, tracked: _Tracked, computed_tokens: int) -> list[Transfer]:
+        """The blocks that are full and computed at the end of a step in which so many tokens are computed."""
+        request, chains = tracked.request, tracked.chains
+        if tracked.saved_blocks is None:
+            self._learn_what_is_stored(tracked)
+        first = tracked.saved_blocks
+        # Only tokens that are known have names; drafts and what is sampled in steps under way are not.
+        end = min(computed_tokens, request.num_tokens) // BLOCK_TOKENS
+        if first is None or chains is None or end <= first or self._manager is None:
+            return []
+        if tracked.look_up is not None and not tracked.look_up.done():
+            return []  # it may be hashing
+        chains.grow(request, end)
+        block_ids = self._manager.get_block_ids(request.request_id)
+        engine_blocks = self._blocks_of(block_ids, first, end, 0, end * BLOCK_TOKENS)
+        tracked.saved_blocks = end
+        kept_for = traffic_class(request, self._settings.traffic_class)
+        return [Transfer(request.request_id, chains.first(end), {}, first, engine_blocks, kept_for)]
+
+    def _learn_what_is_stored(self, tracked: _Tracked) -> None:
+        if tracked.look_up is not None and tracked.look_up.done():
+            answer = tracked.look_up.result()
+            if not answer.failed:
+                self._count(tracked, (tracked.request.num_tokens - 1) // BLOCK_TOKENS, answer)
+
+    def _blocks_of(
+        self, block_ids: Sequence[Sequence[int]], first: int, end: int, from_token: int, to_token: int
+    ) -> list[list[list[int]]]:
+        """The engine's blocks of blocks [first, end) for each stored group; those outside of the tokens are not touched."""
+        groups = []
+        for group, size in zip(self._groups, self._block_sizes, strict=True):
+            ids, blocks = block_ids[group.index], []
+            for block in range(first, end):
+                numbers = range(block * group.ratio, (block + 1) * group.ratio)
+                blocks.append([ids[n] if n < len(ids) and from_token <= n * size < to_token else 0 for n in numbers])
+            groups.append(blocks)
+        return groups
+
+    # After a step
+
+    def learn(self, output: KVConnectorOutput) -> None:
+        """What the workers report."""
+        self._note_speed()
+        report = output.kv_connector_worker_meta
+        if not isinstance(report, WorkerReport):
+            return
+        if report.load_bytes:
+            self._benefit.note_load(report.load_bytes, report.load_s)
+        for request_id in report.failed:
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                # vLLM would ask for the same again, and again. What did not come is saved anew once it is computed.
+                tracked.load_failed = True
+                valid_blocks = tracked.load_first + report.loaded_blocks[request_id]
+                tracked.saved_blocks = min(valid_blocks, tracked.saved_blocks or 0)
+
+    def _note_speed(self) -> None:
+        """The time of a step is that from its begin, or from the end of the one before, to its end."""
+        if not self._running:
+            return
+        begun_s, tokens = self._running.popleft()
+        now_s = time.monotonic()
+        self._benefit.note_prefill(tokens, now_s - max(begun_s, self._last_output_s))
+        self._last_output_s = now_s
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        self._requests.pop(request.request_id, None)
+
+    def stats(self) -> KVStoreStats | None:
+        """What was counted since the last time."""
+        return self._stats.taken()

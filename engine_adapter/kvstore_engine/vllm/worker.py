@@ -1,0 +1,296 @@
+"""The half in each of vLLM's workers: moves blocks between the store and this worker's memory.
+
+Loads run on threads of their own into memory that vLLM has set aside for the request, which waits meanwhile while others compute.
+Saves are copied out at the end of the step that computed them, and stored behind the engine, from a queue of bounded size.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from kvstore_client import Chain, KVStoreClient, PutReport, PutStatus
+from kvstore_engine.prefix_cache import CHECK_BUDGET_S, QUEUE_FULL, SKIPPED
+from kvstore_engine.saving import Pending, SaveQueue
+from kvstore_engine.store_steps import StoreSteps, failure_of
+from kvstore_engine.vllm.identity import check_identity, worker_namespace
+from kvstore_engine.vllm.messages import Transfer, WorkerIdentity, WorkerReport
+from kvstore_engine.vllm.metrics import KVStoreStats
+from kvstore_engine.vllm.placement import Placement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from kvstore_client import NamespaceHandle
+    from kvstore_engine.plug_settings import PlugSettings
+    from kvstore_engine.vllm.messages import StepMetadata, WorkerPlace
+
+LOAD_THREADS: Final = 4
+# Bytes that a load brings before it copies them to their places: so much memory for each load under way.
+PIECE_BYTES: Final = 32 << 20
+FLUSH_S: Final = 5.0
+# How long a step that computes nothing waits for a load.
+IDLE_S: Final = 0.001
+
+# The engine has let go of a window before its blocks could be copied.
+WINDOW_GONE: Final = "WINDOW_GONE"
+LOADER_BUSY: Final = "LOADER_BUSY"
+
+_LOGGER = logging.getLogger("kvstore_engine.vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveJob:
+    """Blocks to store: `pieces` has shape (blocks, block_bytes)."""
+
+    chain: Chain
+    first_block: int
+    pieces: torch.Tensor
+    traffic_class: str
+    size_bytes: int
+    pending: Pending = field(default_factory=Pending)
+
+
+class _Loaded(NamedTuple):
+    """What came of a load."""
+
+    transfer: Transfer
+    valid_blocks: int
+    size_bytes: int
+    took_s: float
+
+    @property
+    def asked_blocks(self) -> int:
+        return len(self.transfer.engine_blocks[0])
+
+
+class _Ready(NamedTuple):
+    """What exists once vLLM has its KV memory."""
+
+    placement: Placement
+    namespace: NamespaceHandle
+    steps: StoreSteps
+    spec: bytes
+
+
+class WorkerHalf:
+    """Called by one of vLLM's workers, on its thread."""
+
+    def __init__(self, settings: PlugSettings, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        """Raises: KVStoreConfigError: the model's identity is not known, or its KV is of a kind that is not stored."""
+        self._settings = settings
+        self._config = config
+        self._kv_cache_config = kv_cache_config
+        self._revision = check_identity(config, settings)
+        self._client = KVStoreClient(settings.client)
+        self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
+        self._saves: SaveQueue[_SaveJob] = SaveQueue(settings.max_pending_save_bytes, self._store, self._drop)
+        self._stats = KVStoreStats()
+        self._changed = threading.Condition()  # guards the next two
+        self._done: list[_Loaded] = []
+        self._under_way = 0
+        self._idle = False
+        self._report: WorkerReport | None = None
+        self._invalid: set[int] = set()
+        self._ready: _Ready | None = None
+
+    def place(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """vLLM has its KV memory. Raises: KVStoreConfigError, NamespaceSpecError: what is to be set differently, named."""
+        placement = Placement(self._kv_cache_config, kv_caches)
+        spec = worker_namespace(self._config, self._settings, self._revision, placement)
+        namespace = self._client.namespace(spec)
+        steps = StoreSteps(namespace)
+        steps.register(CHECK_BUDGET_S)
+        self._ready = _Ready(placement, namespace, steps, spec.to_proto().SerializeToString())
+        _LOGGER.warning(
+            "kvstore at %s: namespace %s, model %s, revision %s, blocks of %d bytes",
+            self._settings.client.target,
+            bytes(namespace.digest).hex()[:16],
+            spec.model,
+            spec.revision,
+            spec.block_bytes,
+        )
+
+    def identity(self) -> WorkerIdentity | None:
+        """What the scheduler has to know."""
+        return WorkerIdentity(self._ready.spec) if self._ready is not None else None
+
+    def close(self) -> None:
+        """Store what can be stored in a few seconds, and end the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._saves.stop(FLUSH_S)
+        self._client.close()
+
+    # Loads
+
+    def start_loads(self, metadata: StepMetadata, place: WorkerPlace) -> None:
+        """Begin what the scheduler wants. Returns at once."""
+        self._idle = metadata.is_idle
+        with self._changed:
+            self._under_way += len(metadata.loads)
+        for transfer in metadata.loads:
+            self._threads.submit(self._load, transfer, place, time.monotonic())
+
+    def _load(self, transfer: Transfer, place: WorkerPlace, asked_s: float) -> None:
+        """On a thread."""
+        began_s, loaded = time.monotonic(), _Loaded(transfer, 0, 0, 0.0)
+        try:
+            valid, size_bytes = self._bring(transfer, place, asked_s)
+            loaded = _Loaded(transfer, valid, size_bytes, time.monotonic() - began_s)
+        except Exception as error:  # a bug; vLLM would wait for this request for ever
+            failure = failure_of(error)
+            self._stats.count_miss(failure.reason)
+            _LOGGER.exception("a load failed")
+        finally:
+            with self._changed:
+                self._done.append(loaded)
+                self._under_way -= 1
+                self._changed.notify_all()
+
+    def _bring(self, transfer: Transfer, place: WorkerPlace, asked_s: float) -> tuple[int, int]:
+        """The steps of a load. Returns: blocks that are valid, from the first asked for on, and the bytes that came."""
+        assert self._ready is not None
+        placement, namespace, steps, _ = self._ready
+        chain, lease = Chain(transfer.chains[place]), transfer.leases.get(place, b"")
+        count = len(transfer.engine_blocks[0])
+        end_s = asked_s + namespace.budget_s(count * placement.block_bytes)
+        per_piece = max(1, PIECE_BYTES // placement.block_bytes)
+        staging = torch.empty((min(count, per_piece), placement.block_bytes), dtype=torch.uint8)
+        size_bytes = 0
+        for blocks, windows in self._pieces(transfer, per_piece):
+            size = placement.block_bytes if windows else placement.full_bytes
+            views = [_bytes_of(staging[row])[:size] for row in range(len(blocks))]
+            if time.monotonic() >= end_s:
+                self._stats.count_miss(LOADER_BUSY)
+                return blocks.start, size_bytes
+            loaded = steps.load_blocks(
+                chain.first(transfer.first_block + blocks.stop),
+                views,
+                lease,
+                None if windows else (0, size),
+                end_s - time.monotonic(),
+                first_block=transfer.first_block + blocks.start,
+            )
+            size_bytes += loaded.blocks * size
+            if loaded.blocks:
+                there = range(blocks.start, blocks.start + loaded.blocks)
+                placement.copy_in(transfer.engine_blocks, there, staging[: loaded.blocks], windows=windows)
+            if loaded.blocks < len(blocks):
+                self._stats.count_miss(loaded.gap)
+                return blocks.start + loaded.blocks, size_bytes
+        return count, size_bytes
+
+    def _pieces(self, transfer: Transfer, per_piece: int) -> Iterator[tuple[range, bool]]:
+        """Ranges of blocks, numbered within those asked for, and whether layers with a window are needed of them."""
+        assert self._ready is not None
+        placement, count, start = self._ready.placement, len(transfer.engine_blocks[0]), 0
+        needed = [placement.needs_windows(transfer.engine_blocks, block) for block in range(count)]
+        while start < count:
+            end = start + 1
+            while end < min(count, start + per_piece) and needed[end] == needed[start]:
+                end += 1
+            yield range(start, end), needed[start] or placement.full_bytes == placement.block_bytes
+            start = end
+
+    def finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last time, and those of them that did not get all."""
+        with self._changed:
+            if self._idle and self._under_way:  # a step that computes nothing would only take the time of the loads
+                self._changed.wait_for(lambda: self._done, IDLE_S)
+            done, self._done = self._done, []
+        report = WorkerReport()
+        for loaded in done:
+            request_id = loaded.transfer.request_id
+            report.loaded_blocks[request_id] = loaded.valid_blocks
+            report.load_bytes += loaded.size_bytes
+            report.load_s += loaded.took_s
+            self._stats.add("loaded_blocks", loaded.valid_blocks)
+            self._stats.add("loaded_bytes", loaded.size_bytes)
+            self._stats.add("load_seconds", loaded.took_s)
+            if loaded.valid_blocks < loaded.asked_blocks:
+                report.failed.add(request_id)
+                self._invalid |= _blocks_from(loaded.transfer, loaded.valid_blocks)
+        self._report = report if done else None
+        return set(report.loaded_blocks), set(report.failed)
+
+    def invalid_blocks(self) -> set[int]:
+        """The engine's blocks that loads were to bring and did not, since the last time."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def report(self) -> WorkerReport | None:
+        """What the scheduler is told of the loads that have just been reported."""
+        report, self._report = self._report, None
+        return report
+
+    # Saves
+
+    def start_saves(self, metadata: StepMetadata, place: WorkerPlace) -> None:
+        """Copy out what this step has computed. Waits for the copy, and not for the store."""
+        for transfer in metadata.saves:
+            began_s = time.monotonic()
+            self._save(transfer, place)
+            self._stats.add("copy_seconds", time.monotonic() - began_s)
+
+    def _save(self, transfer: Transfer, place: WorkerPlace) -> None:
+        assert self._ready is not None
+        placement, _, steps, _ = self._ready
+        count = len(transfer.engine_blocks[0])
+        whole = next((n for n in range(count) if not placement.is_whole(transfer.engine_blocks, n)), count)
+        if whole < count:  # what lies behind a block that is not stored can never be hit
+            self._stats.count_unsaved(WINDOW_GONE, count - whole)
+        refusal = steps.refusal("write")
+        taken = 0 if refusal or not whole else self._saves.reserve(whole, placement.block_bytes)
+        if taken < whole:
+            self._stats.count_unsaved(refusal or QUEUE_FULL, whole - taken)
+        if not taken:
+            return
+        pieces = torch.empty((taken, placement.block_bytes), dtype=torch.uint8)
+        placement.copy_out(transfer.engine_blocks, range(taken), pieces)
+        chain = Chain(transfer.chains[place]).first(transfer.first_block + taken)
+        self._saves.offer(_SaveJob(chain, transfer.first_block, pieces, transfer.traffic_class, pieces.nbytes))
+
+    def _store(self, job: _SaveJob) -> None:
+        """On the saving thread."""
+        assert self._ready is not None
+        began_s = time.monotonic()
+        views = [_bytes_of(row) for row in job.pieces]
+        try:
+            report = PutReport(self._ready.steps.put_blocks(job.chain, job.first_block, views, job.traffic_class))
+        except Exception as error:  # a bug; the thread goes on
+            self._ready.steps.note("save", failure_of(error))
+            report = PutReport([])
+        for result in report.results:
+            if result.status is PutStatus.REJECTED:
+                self._stats.count_unsaved(result.reason, 1)
+        if len(report.results) < len(views):
+            self._stats.count_unsaved(SKIPPED, len(views) - len(report.results))
+        self._stats.add("stored_blocks", report.stored)
+        self._stats.add("exists_blocks", report.exists)
+        self._stats.add("saved_bytes", (report.stored + report.exists) * self._ready.placement.block_bytes)
+        self._stats.add("save_seconds", time.monotonic() - began_s)
+
+    def _drop(self, job: _SaveJob) -> None:
+        self._stats.count_unsaved("CLIENT_CLOSED", len(job.pieces))
+
+    def stats(self) -> KVStoreStats | None:
+        """What was counted since the last time."""
+        return self._stats.taken()
+
+
+def _blocks_from(transfer: Transfer, valid_blocks: int) -> set[int]:
+    return {number for ids in transfer.engine_blocks for block in ids[valid_blocks:] for number in block if number}
+
+
+def _bytes_of(row: torch.Tensor) -> memoryview:
+    view: Any = row.numpy()
+    return memoryview(view)
