@@ -52,7 +52,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, kv_cache_config)
+            self._scheduler = SchedulerHalf(settings, self._kv_transfer_config, kv_cache_config)
         else:
             self._worker = WorkerHalf(settings, vllm_config, kv_cache_config)
 
@@ -116,6 +116,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What came of it."""
         self._at_scheduler.learn(connector_output)
+
+    def reset_cache(self) -> bool:
+        """vLLM was told to forget what connectors have, as after a change of weights."""
+        self._at_scheduler.reset()
+        return True
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Nothing of its memory is needed any more: saves are copies."""

@@ -31,6 +31,17 @@ def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise KVStoreConfigError("UNSUPPORTED_MODEL", f"{name} is {getattr(parallel, name)}, supported is 1")
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise KVStoreConfigError(
+            "INVALID_CONFIG",
+            f"kv_load_failure_policy is {policy!r}, with which a request ends when its KV does not come; set it to 'recompute'",
+        )
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise KVStoreConfigError(
+            "UNSUPPORTED_MODEL",
+            "calculate_kv_scales gives each process scales of its own, with which no other reads its KV",
+        )
     model = config.model_config
     if str(config.load_config.load_format) == "dummy" and not settings.revision:
         raise KVStoreConfigError(

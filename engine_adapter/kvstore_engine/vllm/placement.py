@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from vllm.v1.kv_cache_interface import AttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs, group_kernel_blocks
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    group_kernel_blocks,
+)
 
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_client import KVStoreConfigError
@@ -22,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+# Whose pages hold what follows from the tokens before them, and nothing else: not the states of an encoder, nor of a recurrence.
+_SUPPORTED = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, SlidingWindowMLASpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +87,10 @@ def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
 
 
 def _check_spec(spec: KVCacheSpec, index: int) -> None:
-    if not isinstance(spec, AttentionSpec):
+    if type(spec) not in _SUPPORTED:
         raise KVStoreConfigError(
             "UNSUPPORTED_MODEL",
-            f"KV group {index} is {type(spec).__name__}, which has no KV per token; attention is supported, windows or not",
+            f"KV group {index} is {type(spec).__name__}; supported are {', '.join(kind.__name__ for kind in _SUPPORTED)}",
         )
     if spec.block_size < 1 or BLOCK_TOKENS % spec.block_size:
         raise KVStoreConfigError(

@@ -25,8 +25,11 @@ _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
 
 def has_name(request: Request) -> bool:
-    """Whether the request's KV follows from token ids: not for embeddings given instead of them."""
-    return request.prompt_embeds is None and request.prompt_token_ids is not None
+    """Whether the request's KV follows from token ids, for good.
+
+    Not for embeddings given instead of them, nor for an input that is still being written, whose tokens may be replaced.
+    """
+    return request.prompt_embeds is None and request.prompt_token_ids is not None and not request.resumable
 
 
 def traffic_class(request: Request, default: str) -> str:
@@ -59,9 +62,12 @@ class Chains:
     data: dict[WorkerPlace, bytes] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, request: Request, namespaces: Mapping[WorkerPlace, bytes], adapter: bytes) -> Chains:
-        """Those of a request, of no block yet."""
+    def of(
+        cls, request: Request, namespaces: Mapping[WorkerPlace, bytes], adapter: bytes, weights: bytes = b""
+    ) -> Chains:
+        """Those of a request, of no block yet. `weights`: what tells the model's present weights from its first ones."""
         salt = (request.cache_salt or "").encode()
+        adapter += b"\0" + weights if weights else b""
         seeds = {place: prefix_seed(digest, salt=salt, adapter=adapter) for place, digest in namespaces.items()}
         return cls(seeds, dict.fromkeys(seeds, b""))
 
@@ -77,9 +83,12 @@ class Chains:
             return
         tokens = request.all_token_ids[first * BLOCK_TOKENS : blocks * BLOCK_TOKENS]
         extra = _extra_keys(request, first, blocks)
+        grown = {}
         for place, data in self.data.items():
-            seed = data[-HASH_BYTES:] if data else self.seeds[place]
-            self.data[place] = data + prefix_hashes(seed, tokens, extra_keys=extra).data
+            before = data[: first * HASH_BYTES]
+            seed = before[-HASH_BYTES:] or self.seeds[place]
+            grown[place] = before + prefix_hashes(seed, tokens, extra_keys=extra).data
+        self.data = grown
 
     def first(self, blocks: int) -> dict[WorkerPlace, bytes]:
         """Those of the first blocks."""

@@ -6,6 +6,7 @@ the store is asked once before it is computed; once more if vLLM has preempted i
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
+    from vllm.config import KVTransferConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -70,8 +72,9 @@ class _Tracked:
 class SchedulerHalf:
     """Called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, settings: PlugSettings, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, settings: PlugSettings, transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
         self._settings = settings
+        self._loads_wanted, self._saves_wanted = transfer.is_kv_consumer, transfer.is_kv_producer
         self._groups = stored_groups(kv_cache_config)
         self._block_sizes = [BLOCK_TOKENS // group.ratio for group in self._groups]
         self._client = KVStoreClient(settings.client)
@@ -82,10 +85,12 @@ class SchedulerHalf:
         self._block_bytes = 0
         self._requests: dict[str, _Tracked] = {}
         self._loads: list[Transfer] = []
-        self._running: deque[tuple[float, int]] = deque()  # steps under way: when begun, how many tokens
+        # Steps under way: when begun, how many tokens. vLLM has few at once.
+        self._running: deque[tuple[float, int]] = deque(maxlen=8)
         self._last_output_s = 0.0
         self._stats = KVStoreStats()
         self._manager: KVCacheManager | None = None
+        self._weights = b""
 
     def bind(self, manager: KVCacheManager) -> None:
         """vLLM's manager, which knows where a request's blocks are."""
@@ -104,6 +109,14 @@ class SchedulerHalf:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._client.close()
 
+    def reset(self) -> None:
+        """What was computed before is not to be used any more, in this process: its weights may have been replaced.
+
+        Nobody can tell other processes which weights these are now. So nothing is shared with them any more.
+        """
+        self._weights = os.urandom(16)
+        self._requests.clear()
+
     # Before a request is computed
 
     def matched_tokens(self, request: Request, local_tokens: int) -> int | None:
@@ -114,8 +127,8 @@ class SchedulerHalf:
         tracked.local_tokens = local_tokens
         usable: int = (request.num_tokens - 1) // BLOCK_TOKENS
         self._ask_if_needed(tracked, usable)
-        if usable * BLOCK_TOKENS <= local_tokens:
-            return 0  # vLLM has it all; the answer only tells from where on to save
+        if usable * BLOCK_TOKENS <= local_tokens or not self._loads_wanted:
+            return 0  # the answer only tells from where on to save
         answer = self._answer(tracked)
         if answer is None:
             return None
@@ -193,7 +206,7 @@ class SchedulerHalf:
             if adapter is None:
                 return _Answer(failed=True, at_s=time.monotonic())
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
-            tracked.chains = Chains.of(request, digests, adapter)
+            tracked.chains = Chains.of(request, digests, adapter, self._weights)
         if usable < 1:
             return _Answer(at_s=time.monotonic())
         refusal = next((steps.refusal("lookup") for steps in self._steps.values()), "")
@@ -254,7 +267,7 @@ class SchedulerHalf:
         first = tracked.saved_blocks
         # Only tokens that are known have names; drafts and what is sampled in steps under way are not.
         end = min(computed_tokens, request.num_tokens) // BLOCK_TOKENS
-        if first is None or chains is None or end <= first or self._manager is None:
+        if first is None or chains is None or end <= first or self._manager is None or not self._saves_wanted:
             return []
         if tracked.look_up is not None and not tracked.look_up.done():
             return []  # it may be hashing

