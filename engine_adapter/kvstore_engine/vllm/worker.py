@@ -124,6 +124,10 @@ class WorkerHalf:
         """What the scheduler has to know."""
         return WorkerIdentity(self._ready.spec) if self._ready is not None else None
 
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all saves so far are done, at most for `timeout_s`. Returns: whether they are."""
+        return self._saves.flush(timeout_s)
+
     def close(self) -> None:
         """Store what can be stored in a few seconds, and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)

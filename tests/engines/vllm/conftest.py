@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # those of vLLM and of torch about themselves
+    import vllm.v1.worker.gpu_model_runner  # noqa: F401
 
 from models import make
 

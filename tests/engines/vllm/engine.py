@@ -163,7 +163,7 @@ def main() -> None:
         "generate": generate,
         "metrics": metrics,
         "namespace": lambda: worker()._ready.spec.hex(),
-        "flush": lambda: worker()._saves.flush(60),
+        "flush": lambda: worker().flush(60),
         "reset": lambda: llm.reset_prefix_cache(reset_connector=True),
     }
     generate([FIRST_PROMPT], max_tokens=1)

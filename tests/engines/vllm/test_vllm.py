@@ -201,7 +201,9 @@ def test_store_that_goes_away_and_comes_back_costs_hits_and_no_answer(model, tmp
     data_dir, log = tmp_path / "data", tmp_path / "engine.log"
     store = start_server(data_dir, tmp_path, "--capacity", "4GiB")
     try:
-        with engine(model, log, transfer_config(store.target, base_budget_s=0.5), enable_prefix_caching=False) as running:
+        with engine(
+            model, log, transfer_config(store.target, base_budget_s=0.5), enable_prefix_caching=False
+        ) as running:
             assert tokens_of(running.generate(*PROMPTS)) == expected
             running.flush()
             if sickness == "killed":

@@ -1,0 +1,188 @@
+"""The connector's parts with vLLM's real types: which bytes are where, and what a request's KV is called."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request
+
+from kvstore_client import KVStoreConfigError, prefix_hashes, prefix_seed
+from kvstore_engine.vllm.messages import NOT_HERE, WorkerReport
+from kvstore_engine.vllm.placement import Placement, stored_groups
+from kvstore_engine.vllm.requests import Chains, has_name
+
+BLOCKS = 40
+DIGEST = bytes(range(32))
+PLACE = (0, 0)
+
+
+def full(block_size: int = 32) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=4, dtype=torch.float32)
+
+
+def window(block_size: int = 32) -> SlidingWindowSpec:
+    return SlidingWindowSpec(
+        block_size=block_size, num_kv_heads=2, head_size=4, dtype=torch.float32, sliding_window=200
+    )
+
+
+def config_of(*groups: tuple[list[str], object], **more) -> KVCacheConfig:
+    specs = [KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec, **more) for names, spec in groups]
+    return KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=specs)
+
+
+def caches_of(config: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """Memory as vLLM lays it out: any order of the axes behind that of the blocks."""
+    caches = {}
+    for group in config.kv_cache_groups:
+        for number, name in enumerate(group.layer_names):
+            cache = torch.randn(BLOCKS, 2, group.kv_cache_spec.block_size, 8)
+            caches[name] = cache.transpose(1, 2).contiguous().transpose(1, 2) if number % 2 else cache
+    return caches
+
+
+HYBRID = config_of((["w0", "w1"], window()), (["f0", "f1", "f2"], full()))
+
+
+def test_blocks_come_back_where_they_belong_and_nothing_else_is_touched():
+    caches = caches_of(HYBRID)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    placement = Placement(HYBRID, caches)
+    assert [group.has_window for group in placement.groups] == [False, True]
+    assert (placement.full_bytes, placement.block_bytes) == (3 * 4 * 2048, 5 * 4 * 2048)
+    ids = [[[5, 9, 1, 30], [7, 8, 2, 3]], [[11, 12, 13, 14], [20, 21, 22, 23]]]
+    stored = torch.empty((2, placement.block_bytes), dtype=torch.uint8)
+    placement.copy_out(ids, range(2), stored)
+    for cache in caches.values():
+        cache.zero_()
+    to = [[[1, 2, 3, NOT_HERE], [4, 5, 6, 7]], [[NOT_HERE] * 4, [31, 32, 33, 34]]]
+    assert [placement.needs_windows(to, block) for block in range(2)] == [False, True]
+    assert [placement.is_whole(to, block) for block in range(2)] == [False, True]
+    placement.copy_in(to, range(1), stored[:1], windows=False)
+    placement.copy_in(to, range(1, 2), stored[1:], windows=True)
+    for name, cache in caches.items():
+        group = 0 if name.startswith("f") else 1
+        expected = torch.zeros_like(cache)
+        for source, target in zip(ids[group], to[group], strict=True):
+            for one, other in zip(source, target, strict=True):
+                if other != NOT_HERE:
+                    expected[other] = before[name][one]
+        assert torch.equal(cache, expected), name
+
+
+def test_layout_tells_whatever_changes_the_bytes_apart():
+    caches = caches_of(HYBRID)
+    layouts = {Placement(HYBRID, caches).layout}
+    assert layouts == {Placement(HYBRID, caches_of(HYBRID)).layout}
+    half = {name: cache.to(torch.float16) for name, cache in caches.items()}
+    other_order = {**caches, "f0": caches["f0"].transpose(1, 2).contiguous().transpose(1, 2)}
+    renamed = config_of((["w0", "w1"], window()), (["f0", "f1", "f9"], full()))
+    finer = config_of((["w0", "w1"], window(16)), (["f0", "f1", "f2"], full(16)))
+    one_kind = config_of((["w0", "w1", "f0", "f1", "f2"], full()))
+    variants = [
+        (HYBRID, half),
+        (HYBRID, other_order),
+        (renamed, {**caches, "f9": caches["f2"]}),
+        (finer, caches_of(finer)),
+        (one_kind, caches_of(one_kind)),
+    ]
+    layouts |= {Placement(config, memory).layout for config, memory in variants}
+    assert len(layouts) == 1 + len(variants)
+
+
+def test_group_that_vllm_computes_anew_after_a_hit_is_not_stored():
+    ring = CircularBufferSpec(block_size=32, num_kv_heads=2, head_size=4, dtype=torch.float32)
+    assert not ring.prefix_cacheable
+    config = config_of((["r0"], ring), (["f0"], full()))
+    assert [group.index for group in stored_groups(config)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of((["f0"], full(256))), "hold 256 tokens, the store's 128"),
+        (config_of((["f0"], full(48))), "hold 48 tokens, the store's 128"),
+        (config_of((["w0"], window())), "sees all tokens"),
+        (
+            config_of((["f0"], full()), (["m0"], MambaSpec(block_size=32, shapes=((2, 2),), dtypes=(torch.float32,)))),
+            "MambaSpec",
+        ),
+        (config_of((["f0"], full()), is_eagle_group=True), "draft model"),
+    ],
+)
+def test_memory_that_cannot_be_stored_rightly_is_refused(config, message):
+    with pytest.raises(KVStoreConfigError, match=message):
+        stored_groups(config)
+
+
+def request_of(tokens: int, **more) -> Request:
+    return Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None, **more)
+
+
+def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=offset, length=length))
+
+
+def test_chain_that_grows_is_that_of_the_whole():
+    request = request_of(1000, mm_features=[image("a", 100, 60), image("b", 500, 300)])
+    whole, grown = (Chains.of(request, {PLACE: DIGEST}, b"") for _ in range(2))
+    whole.grow(request, 7)
+    for blocks in (1, 2, 2, 4, 7):
+        grown.grow(request, blocks)
+    assert grown.first(7) == whole.first(7)
+    assert grown.first(3)[PLACE] == whole.first(7)[PLACE][: 3 * 32]
+
+
+def test_plain_request_has_the_chain_that_every_client_computes():
+    chains = Chains.of(request_of(300), {PLACE: DIGEST}, b"")
+    chains.grow(request_of(300), 2)
+    assert chains.first(2)[PLACE] == prefix_hashes(prefix_seed(DIGEST), range(256)).data
+
+
+def name_of(request: Request, digest: bytes = DIGEST, adapter: bytes = b"", weights: bytes = b"") -> bytes:
+    chains = Chains.of(request, {PLACE: digest}, adapter, weights)
+    chains.grow(request, 2)
+    return chains.first(2)[PLACE]
+
+
+def test_whatever_kv_depends_on_is_in_its_name():
+    names = [
+        name_of(request_of(256)),
+        name_of(request_of(256), digest=bytes(32)),
+        name_of(request_of(256), adapter=b"x"),
+        name_of(request_of(256), weights=b"x"),
+        name_of(request_of(256, cache_salt="x")),
+        name_of(request_of(256, mm_features=[image("x", 10, 20)])),
+        name_of(request_of(256, mm_features=[image("y", 10, 20)])),
+        name_of(request_of(256, mm_features=[image("x", 11, 20)])),
+        name_of(request_of(256, mm_features=[image("x", 10, 20), image("y", 40, 20)])),
+    ]
+    assert len(set(names)) == len(names)
+    # What comes after a block does not change its name; what reaches into it does.
+    later, reaching = image("x", 128, 20), image("x", 100, 40)
+    assert name_of(request_of(256, mm_features=[later]))[:32] == names[0][:32]
+    assert name_of(request_of(256, mm_features=[later])) != names[0]
+    assert name_of(request_of(256, mm_features=[reaching]))[:32] != names[0][:32]
+
+
+def test_request_without_token_ids_for_good_has_no_name():
+    assert has_name(request_of(256))
+    assert not has_name(request_of(256, resumable=True))
+    embeddings = torch.zeros(256, 8)
+    assert not has_name(Request("r", None, SamplingParams(max_tokens=1), None, prompt_embeds=embeddings))
+
+
+def test_load_is_as_good_as_in_the_worker_with_the_least():
+    one = WorkerReport({"a": 3, "b": 4}, {"a"}, 10, 1.0)
+    other = WorkerReport({"a": 5, "b": 2}, {"b"}, 20, 2.0)
+    assert one.aggregate(other) == WorkerReport({"a": 3, "b": 2}, {"a", "b"}, 30, 3.0)
