@@ -150,8 +150,9 @@ def test_other_bytes_under_the_same_names_change_the_answer(start, store, expect
         assert tokens_of(outputs) != expected[-1:]
 
 
-@both_models
-@pytest.mark.parametrize("damaged", [0, 3])
+@pytest.mark.parametrize(
+    ("model", "damaged"), [("smollm2", 3), ("hybrid", 0), ("hybrid", 3)], indirect=["model"], scope="module"
+)
 def test_block_that_is_damaged_on_the_disk_is_computed_and_stored_anew(model, tmp_path, expected, damaged):
     ids = PROMPTS[-1]
     data_dir = tmp_path / "data"
@@ -215,7 +216,8 @@ def test_store_that_goes_away_and_comes_back_costs_hits_and_no_answer(model, tmp
                 assert tokens_of(outputs) == expected
                 assert cached_of(outputs) == [0] * len(PROMPTS)
             counts = running.metrics()
-            assert counts["kvstore_misses:BREAKER_OPEN"] > len(PROMPTS)  # after a few calls, nothing is even sent
+            # After a few calls, nothing is even sent: not for one request of the second round that could hit something.
+            assert counts["kvstore_misses:BREAKER_OPEN"] >= sum(usable(tokens) > 0 for tokens in LENGTHS)
             if sickness == "killed":
                 store = start_server(data_dir, tmp_path, "--capacity", "4GiB", listen=store.target)
             else:
