@@ -61,7 +61,7 @@ class Staging(threading.local):
     """A page's bytes in one piece, where the pool keeps K and V, or layers, apart: one buffer for each thread.
 
     The client takes a buffer for each block. Loading the pieces as parts of a block would spare the copy, and cost a call and a
-    check of the whole block for each: more than the copy, which takes 8 % of the load's time (measured, pages of 3 MB).
+    check of the whole block for each: more than the copy, which takes a tenth of the load's time (measured, pages of 3 MB).
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from kvstore_engine.plug_settings import PlugSettings
     from kvstore_engine.sglang.host_pages import HostPages
 
-# The server's arguments that change what its layers compute, or how their KV is written down.
+# The server's arguments that change what its layers compute. The type of the KV has a field of its own.
 _CONFIG: Final = (
     "context_length",
     "dtype",
     "json_model_override_args",
-    "kv_cache_dtype",
     "load_format",
     "model_impl",
     "quantization",

@@ -49,7 +49,6 @@ def test_one_difference_is_enough_to_miss(server, model, other):
     [
         {"dtype": "half"},
         {"json_model_override_args": '{"rope_theta": 5}'},
-        {"kv_cache_dtype": "bfloat16"},
         {"load_format": "dummy"},
         {"quantization": "fp8"},
     ],
