@@ -97,6 +97,19 @@ def test_a_hit_ends_at_the_first_page_that_is_not_there(server, model, hole):
         assert contents(made.mem_pool_host, indices)[:hole] == saved[:hole]
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_prompt_of_more_pages_than_sglang_moves_at_once_comes_up_to_its_hole(server, model, hybrid):
+    tokens = list(range(300 * PAGE))
+    device = device_pool("mla")
+    with controller(server.target, host_pool(device, pages=300), device, hybrid=hybrid, model=model) as made:
+        names, saved, backed_up = back_up(made, tokens, seed=1)
+        assert backed_up == len(tokens)
+        assert prefetch(made, tokens)[1] == saved
+        _delete(made, names[257])
+        found, came, _ = prefetch(made, tokens)
+        assert (found, came) == (257 * PAGE, saved[:257])
+
+
 def test_a_page_that_is_there_already_counts_as_saved(server, model):
     device = device_pool()
     with controller(server.target, host_pool(device), device, model=model) as made:

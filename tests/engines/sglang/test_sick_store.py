@@ -16,7 +16,9 @@ import torch
 from administering import flip_a_byte_of
 from fault_proxy import Fault, fault_proxy
 from hicaches import PAGE, back_up, contents, controller, device_pool, host_pool, prefetch, start_prefetch
+from kvstore_api.v1 import block_store_pb2 as pb
 from serving import running_server, start_server
+from wire_server import wire_server
 
 TOKENS = list(range(8 * PAGE))
 # Far beyond every budget here, and far below for ever.
@@ -158,6 +160,25 @@ def test_nothing_writes_to_a_page_after_the_call_has_returned(server, model):
             proxy.set(Fault())
             time.sleep(1.0)
             assert contents(made.mem_pool_host, indices) == before
+
+
+def test_saves_that_hang_hold_up_no_look_up(model):
+    with wire_server() as peer:
+        peer.answers["PutBlocks"] = peer.stall
+        hit = pb.MatchPrefixResponse(hit_length_blocks=1)
+        hit.plan.hit_tokens = hit.plan.replay_start_token = PAGE
+        peer.answers["MatchPrefix"] = lambda *_: hit
+        with _attached(peer.target, model, base_budget_s=LATE_S) as made:
+            names = made.get_hash_str(TOKENS, None, page_size=PAGE)
+            saves = threading.Thread(target=back_up, args=(made, TOKENS, 1))
+            saves.start()
+            while peer.calls.count("PutBlocks") < 2:
+                time.sleep(0.01)
+            assert made.storage_backend.batch_exists(names) == len(names)
+            assert saves.is_alive()
+            peer.released.set()
+            saves.join(LATE_S)
+            assert not saves.is_alive()
 
 
 def test_calls_that_cannot_be_right_are_misses(server, model):
