@@ -145,7 +145,7 @@ def test_a_crawling_store_gives_leading_pages_within_the_budget(server, model):
 
 def test_nothing_writes_to_a_page_after_the_call_has_returned(server, model):
     """SGLang gives the pages of a failed load to others at once."""
-    settings = {"base_budget_s": 0.2, "budget_bandwidth_bytes_per_s": 1e6, "breaker_failures": 0}
+    settings = {"base_budget_s": 2.0, "budget_bandwidth_bytes_per_s": 1e6, "breaker_failures": 0}
     with fault_proxy(server.target) as proxy:
         with _attached(server.target, model, base_budget_s=10.0) as made:
             back_up(made, TOKENS, seed=1)
