@@ -74,7 +74,7 @@ def _why_not_mask(config: GenerationConfig, input_ids: torch.Tensor, mask: torch
             "" if mask.shape == input_ids.shape and bool((mask == 1).all()) else "attention_mask with other than ones"
         )
     # `generate` takes these for padding when nothing says that they are not.
-    padding = config.pad_token_id
-    return (
-        "padding tokens without an attention_mask" if padding is not None and bool((input_ids == padding).any()) else ""
-    )
+    padding, ends = config.pad_token_id, config.eos_token_id
+    if padding is None or padding == ends or (isinstance(ends, list) and padding in ends):
+        return ""
+    return "padding tokens without an attention_mask" if bool((input_ids == padding).any()) else ""

@@ -80,18 +80,25 @@ class PrefixStore:
             raise unsupported(model, reason)
         self._model = model
         self._client = KVStoreClient(self._settings.client)
-        self._cache = PrefixCache.connect(
+        try:
+            self._cache = self._connect()
+        except BaseException:
+            self._client.close()
+            raise
+        self._unchanged = Unchanged(model)
+        self._bypassed: Counter[str] = Counter()
+        self._last = LastCall()
+        self._close = weakref.finalize(self, _close, self._cache, self._client)
+
+    def _connect(self) -> PrefixCache:
+        return PrefixCache.connect(
             self._client,
-            namespace_spec(model, self._layout, self._settings),
+            namespace_spec(self._model, self._layout, self._settings),
             block_tokens=BLOCK_TOKENS,
             block_bytes=self._layout.block_bytes,
             benefit=self._settings.benefit(),
             max_pending_save_bytes=self._settings.max_pending_save_bytes,
         )
-        self._unchanged = Unchanged(model)
-        self._bypassed: Counter[str] = Counter()
-        self._last = LastCall()
-        self._close = weakref.finalize(self, _close, self._cache, self._client)
 
     def __enter__(self) -> Self:
         return self
