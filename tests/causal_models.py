@@ -13,7 +13,7 @@ from kvstore_engine.transformers import PrefixStore
 VOCABULARY = 211
 PATIENCE_S = 60
 # No chance in it, and no running in circles, as random models do.
-GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.5}
+GREEDY: dict[str, Any] = {"do_sample": False, "no_repeat_ngram_size": 2}
 _CONFIG = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -83,7 +83,7 @@ def shared_model(kind: str = "llama") -> Any:
     return make_model(kind)
 
 
-def open_store(model: Any, target: str, **settings: Any) -> PrefixStore:
+def open_store(model: Any, target: str, /, **settings: Any) -> PrefixStore:
     """Uses every hit, though such a model computes faster than any store brings, and waits for a busy machine."""
     return PrefixStore(model, **{"target": target, "min_hit_tokens": 1, "base_budget_s": PATIENCE_S, **settings})
 

@@ -78,9 +78,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def hit_tokens(of: Any, target: str, **settings: Any) -> int:
+def hit_tokens(model: Any, target: str, /, **settings: Any) -> int:
     prompt = prompt_of(150)
-    with open_store(of, target, **settings) as store:
+    with open_store(model, target, **settings) as store:
         store.generate(prompt, max_new_tokens=1, **GREEDY)
         assert store.flush(PATIENCE_S)
         assert store.last.offered_tokens == 128 - store.last.hit_tokens
@@ -214,7 +214,7 @@ def said(model: Any, call: Callable[..., Any], given: dict[str, Any]) -> torch.T
     return torch.cat([output.sequences.flatten().float(), *(layer.flatten() for layer in output.hidden_states[0])])
 
 
-@pytest.mark.filterwarnings("default")  # of `transformers` about some of these ways to call it
+@pytest.mark.filterwarnings("ignore")  # of `transformers` about some of these ways to call it
 @pytest.mark.parametrize("case", CALLS)
 def test_call_that_a_prefix_cannot_serve_is_the_models_alone(
     server: RunningServer, case: str, caplog: pytest.LogCaptureFixture
@@ -341,7 +341,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("default")  # of `transformers` about some of these models
+@pytest.mark.filterwarnings("ignore")  # of `transformers` about some of these models
 @pytest.mark.parametrize("case", MODELS)
 def test_model_whose_kv_is_not_that_of_its_tokens_is_refused(case: str):
     make, words = MODELS[case]

@@ -119,7 +119,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _digest_tensor(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(numbers), _PIECE_BYTES):
-        digest.update(memoryview(numbers[start : start + _PIECE_BYTES].cpu().numpy()))
+        digest.update(numbers[start : start + _PIECE_BYTES].cpu().numpy().data)
 
 
 def _name(model: PreTrainedModel) -> str:

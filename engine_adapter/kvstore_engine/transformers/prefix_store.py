@@ -60,7 +60,7 @@ class PrefixStore:
     it takes no longer than the client's budgets allow. One call at a time.
     """
 
-    def __init__(self, model: PreTrainedModel, **settings: object) -> None:
+    def __init__(self, model: PreTrainedModel, /, **settings: object) -> None:
         """Run the model on a few tokens to see what its KV is, fingerprint its weights, and tell the store.
 
         A store that does not answer is no obstacle: calls compute everything until it does.
