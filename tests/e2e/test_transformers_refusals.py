@@ -120,6 +120,17 @@ def merge_behind_torchs_back(model: Any) -> None:
     weight.data += 0.1 * torch.ones_like(weight)
 
 
+def edit_one_number(model: Any) -> None:
+    with torch.no_grad():
+        model.get_input_embeddings().weight[PROMPT[0, 0], 0] += 1.0
+
+
+def replace_a_tensor(model: Any) -> None:
+    weight = model.get_input_embeddings().weight.detach().clone()
+    weight[PROMPT[0, 0], 0] += 1.0
+    model.get_input_embeddings().weight = nn.Parameter(weight)
+
+
 def add_an_adapter(model: Any) -> None:
     attention = model.model.layers[0].self_attn
     attention.k_proj = Adapted(attention.k_proj, 0.1)
@@ -136,6 +147,8 @@ def steer_before(model: Any) -> None:
 CHANGES: list[Callable[[Any], Any]] = [
     train_a_little,
     merge_behind_torchs_back,
+    edit_one_number,
+    replace_a_tensor,
     add_an_adapter,
     steer,
     steer_before,
@@ -308,6 +321,12 @@ def shifted() -> Any:
     return model.eval()
 
 
+def one_of_two() -> Any:
+    model = make_model()
+    model._tp_size = 2  # what `from_pretrained` notes when it cuts a model into parts
+    return model
+
+
 BERT = {"num_hidden_layers": 2, "head_dim": 8}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no model of transformers": (lambda: nn.Linear(2, 2), "model of transformers"),
@@ -336,6 +355,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no classes to cache": (shifted, "does not go on"),
     "training": (lambda: make_model().train(), "eval"),
+    "tensor parallel": (one_of_two, "tensor parallel"),
     "adapters of peft": (peft_like, "merge_and_unload"),
     "hooks": (steered, "hooks"),
 }

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 # How long the end of a program waits for what it has computed to be stored.
 FLUSH_S: Final = 10.0
+# Ten times what an engine gives: nobody else waits for this call, and its computing keeps the cores that a store beside it needs.
+BASE_BUDGET_S: Final = 0.5
 _PART_BYTES: Final = 64 << 20  # of a save
 
 _LOGGER = logging.getLogger(__name__)
@@ -68,13 +70,13 @@ class PrefixStore:
         Args:
             model: as it is going to be used. After changing its weights, make another store.
             settings: those of `ClientConfig`, such as `target="127.0.0.1:7420"`, and of `PlugSettings`: `model`, `revision`,
-                `tenant`, `traffic_class`, `min_hit_tokens`, `max_pending_save_bytes`.
+                `tenant`, `traffic_class`, `min_hit_tokens`, `max_pending_save_bytes`. `base_budget_s` is 0.5 here if not given.
         Raises:
             KVStoreConfigError: INVALID_CONFIG: a setting is unknown or impossible. UNSUPPORTED_MODEL: its KV is not that of its
                 tokens alone. IDENTITY_UNKNOWN: its weights cannot be read, and no revision is given. Others: the store refuses.
             NamespaceSpecError: the KV of 128 tokens is too large for a block.
         """
-        self._settings = PlugSettings.read(settings)
+        self._settings = PlugSettings.read({"base_budget_s": BASE_BUDGET_S, **settings})
         self._layout = probe(model)
         if reason := why_changed_modules(model):
             raise unsupported(model, reason)

@@ -42,6 +42,8 @@ def _why_not(model: PreTrainedModel) -> str:
         return "it has an encoder, whose input its KV depends on too"
     if getattr(model, "_is_stateful", False) or not model._supports_default_dynamic_cache():
         return "it has a state of its own beside the keys and values of tokens"
+    if (model.tp_size or 1) > 1:
+        return "it is one of several that share the work (tensor parallel), and has a part of the KV"
     if model.training:
         return "it is in training mode; call model.eval()"
     if any(_changes_with_length(rope) for rope in _rope_types(config.get_text_config(decoder=True))):
