@@ -242,7 +242,9 @@ def test_a_store_slower_than_the_model_is_not_asked_again(server: RunningServer)
 
 def test_the_documented_program_hits_in_its_second_process(server: RunningServer, tmp_path: Path):
     page = (ROOT / "docs/engines/transformers.md").read_text()
-    (tmp_path / "ask.py").write_text(re.search(r"```python\n(.*?)```", page, re.S)[1])
+    program = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    assert "target=target)" in program
+    (tmp_path / "ask.py").write_text(program.replace("target=target", f"target=target, base_budget_s={PATIENCE_S}"))
     words = [f"w{number}" for number in range(VOCABULARY)]
     vocabulary = models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="w1")
     tokenizer = Tokenizer(vocabulary)
@@ -252,14 +254,21 @@ def test_the_documented_program_hits_in_its_second_process(server: RunningServer
     ).save_pretrained(tmp_path / "model")
     make_model().save_pretrained(tmp_path / "model")
     prompt = " ".join(words[token] for token in prompt_of(300, seed=9)[0].tolist())
-    command = [sys.executable, "ask.py", "model", server.target, prompt]
     answers = []
-    for hit_tokens in (0, 256):
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False, env=os.environ
-        )
-        assert done.returncode == 0, done.stderr
-        answers.append(done.stdout)
-        assert f"hit_tokens={hit_tokens}," in done.stderr
+    # Far from the store, so that the first process would end before its saves if it did not wait for them.
+    with fault_proxy(server.target) as proxy:
+        proxy.set(Fault(delay_s=0.3))
+        for hit_tokens in (0, 256):
+            done = subprocess.run(
+                [sys.executable, "ask.py", "model", proxy.target, prompt],
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=200,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            assert f"hit_tokens={hit_tokens}," in done.stderr
+            answers.append(done.stdout)
     assert answers[0] == answers[1]
     assert answers[0].startswith(prompt[:100])
