@@ -133,11 +133,12 @@ class SchedulerHalf:
         if answer is None:
             return None
         hit_tokens: int = min(answer.hit_blocks, usable) * BLOCK_TOKENS
-        self._count(tracked, usable, answer)
+        is_first = self._count(tracked, usable, answer)
         gain = hit_tokens - local_tokens
-        if gain <= 0 or not self._benefit.is_worth(gain, gain * self._block_bytes // BLOCK_TOKENS):
-            if gain > 0:
-                self._stats.add("not_worth_it_tokens", gain)
+        if gain <= 0:
+            return 0
+        if not self._benefit.is_worth(gain, gain * self._block_bytes // BLOCK_TOKENS):
+            self._stats.add("not_worth_it_tokens", gain if is_first else 0)
             return 0
         return gain
 
@@ -227,13 +228,16 @@ class SchedulerHalf:
         self._benefit.note_look_up(now_s - began_s)
         return _Answer(hit, leases, at_s=now_s)
 
-    def _count(self, tracked: _Tracked, usable: int, answer: _Answer) -> None:
+    def _count(self, tracked: _Tracked, usable: int, answer: _Answer) -> bool:
+        """Count a request's hit, once. Returns: whether this was the time."""
         if tracked.saved_blocks is None and not answer.failed:
             tracked.saved_blocks = answer.hit_blocks
-        if not tracked.counted:
-            tracked.counted = True
-            self._stats.add("asked_tokens", usable * BLOCK_TOKENS)
-            self._stats.add("hit_tokens", answer.hit_blocks * BLOCK_TOKENS)
+        if tracked.counted:
+            return False
+        tracked.counted = True
+        self._stats.add("asked_tokens", usable * BLOCK_TOKENS)
+        self._stats.add("hit_tokens", answer.hit_blocks * BLOCK_TOKENS)
+        return True
 
     # With each step
 

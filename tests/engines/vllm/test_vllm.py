@@ -9,11 +9,13 @@ import signal
 from contextlib import contextmanager
 
 import pytest
-from engine import engine, transfer_config
+from engine import ROOT, engine, transfer_config
 from models import save_lora
 
+from fault_proxy import Fault, fault_proxy
 from kvstore_api.v1 import types_pb2
 from kvstore_client import ClientConfig, KVStoreClient, NamespaceSpec
+from kvstore_engine.plug_settings import PlugSettings
 from serving import running_server, start_server
 
 # Around the ends of blocks: the last token of a prompt is always computed, and only full blocks are stored.
@@ -197,20 +199,31 @@ def flip_a_bit_of(data_dir, block: bytes) -> None:
     raise AssertionError("the block is in no segment")
 
 
-@pytest.mark.parametrize("sickness", ["killed", "stopped"])
+SICKNESSES = {
+    "killed": (lambda store, proxy: store.kill(), None),
+    "stopped": (
+        lambda store, proxy: os.kill(store.pid, signal.SIGSTOP),
+        lambda store, proxy: os.kill(store.pid, signal.SIGCONT),
+    ),
+    "slow": (lambda store, proxy: proxy.set(Fault(delay_s=8)), lambda store, proxy: proxy.set(Fault())),
+}
+
+
+@pytest.mark.parametrize("sickness", SICKNESSES)
 def test_store_that_goes_away_and_comes_back_costs_hits_and_no_answer(model, tmp_path, expected, sickness):
+    fall_ill, recover = SICKNESSES[sickness]
     data_dir, log = tmp_path / "data", tmp_path / "engine.log"
     store = start_server(data_dir, tmp_path, "--capacity", "4GiB")
     try:
-        with engine(
-            model, log, transfer_config(store.target, base_budget_s=0.5), enable_prefix_caching=False
-        ) as running:
+        with (
+            fault_proxy(store.target) as proxy,
+            engine(
+                model, log, transfer_config(proxy.target, base_budget_s=0.5), enable_prefix_caching=False
+            ) as running,
+        ):
             assert tokens_of(running.generate(*PROMPTS)) == expected
             running.flush()
-            if sickness == "killed":
-                store.kill()
-            else:
-                os.kill(store.pid, signal.SIGSTOP)
+            fall_ill(store, proxy)
             for _ in range(2):
                 outputs = running.generate(*PROMPTS)
                 assert tokens_of(outputs) == expected
@@ -218,10 +231,10 @@ def test_store_that_goes_away_and_comes_back_costs_hits_and_no_answer(model, tmp
             counts = running.metrics()
             # After a few calls, nothing is even sent: not for one request of the second round that could hit something.
             assert counts["kvstore_misses:BREAKER_OPEN"] >= sum(usable(tokens) > 0 for tokens in LENGTHS)
-            if sickness == "killed":
-                store = start_server(data_dir, tmp_path, "--capacity", "4GiB", listen=store.target)
+            if recover is not None:
+                recover(store, proxy)
             else:
-                os.kill(store.pid, signal.SIGCONT)
+                store = start_server(data_dir, tmp_path, "--capacity", "4GiB", listen=store.target)
             outputs = until_hits(running)
             assert tokens_of(outputs) == expected
             assert cached_of(outputs) == [usable(tokens) for tokens in LENGTHS]
@@ -304,6 +317,21 @@ def test_adapters_of_one_name_and_other_weights_share_nothing(smollm2, store, tm
         assert cached_of(output) == [usable(len(ids))]
 
 
-def test_json_of_the_docs_is_what_vllm_takes():
-    text = json.dumps(transfer_config("127.0.0.1:7420"))
-    assert json.loads(text)["kv_connector_module_path"] == "kvstore_engine.vllm"
+def test_hit_that_is_not_worth_it_is_computed_and_counted(start, expected):
+    with start(settings={"min_hit_tokens": 512}, enable_prefix_caching=False) as running:
+        running.generate(*PROMPTS)
+        running.flush()
+        outputs = running.generate(*PROMPTS)
+        assert tokens_of(outputs) == expected
+        assert cached_of(outputs) == [usable(tokens) if usable(tokens) >= 512 else 0 for tokens in LENGTHS]
+        turned_down = sum(usable(tokens) for tokens in LENGTHS if usable(tokens) < 512)
+        assert running.metrics()["kvstore_not_worth_it_tokens"] == turned_down
+
+
+def test_json_in_the_docs_is_what_the_tests_start_vllm_with():
+    page = (ROOT / "docs" / "engines" / "vllm.md").read_text()
+    text = page[page.index("--kv-transfer-config '") :].split("'")[1]
+    given, ours = json.loads(text), transfer_config("127.0.0.1:7420")
+    assert given.keys() == ours.keys()
+    assert all(given[key] == ours[key] for key in given if key != "kv_connector_extra_config")
+    PlugSettings.read(given["kv_connector_extra_config"])
