@@ -28,6 +28,8 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 PROMPTS = [prompt(tokens) for tokens in LENGTHS]
+# Goes on differently from the middle of another: its windows end where the other's were long past.
+BRANCH = PROMPTS[-1][:300] + prompt(100, 1)
 
 
 def usable(tokens: int) -> int:
@@ -52,10 +54,15 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
-def expected(model, tmp_path_factory):
-    """What vLLM answers without a connector."""
-    with engine(model, tmp_path_factory.mktemp("log") / "plain.log") as plain:
-        return tokens_of([plain.generate(ids)[0] for ids in PROMPTS])
+def plain_answers(model, tmp_path_factory):
+    """What vLLM answers without a connector, and with nothing cached."""
+    with engine(model, tmp_path_factory.mktemp("log") / "plain.log", enable_prefix_caching=False) as plain:
+        return tokens_of([plain.generate(ids)[0] for ids in [*PROMPTS, BRANCH]])
+
+
+@pytest.fixture(scope="module")
+def expected(plain_answers):
+    return plain_answers[:-1]
 
 
 @pytest.fixture
@@ -71,8 +78,8 @@ def start(model, store, tmp_path):
 
 
 @both_models
-def test_process_that_computed_nothing_answers_the_same_from_what_another_stored(start, expected):
-    with start() as first:
+def test_process_that_computed_nothing_answers_the_same_from_what_another_stored(start, expected, plain_answers):
+    with start(max_num_batched_tokens=256, max_num_seqs=2) as first:  # long prompts in several steps
         outputs = [first.generate(ids)[0] for ids in PROMPTS]
         assert tokens_of(outputs) == expected
         assert cached_of(outputs) == [0] * len(PROMPTS)
@@ -95,6 +102,10 @@ def test_process_that_computed_nothing_answers_the_same_from_what_another_stored
             assert tokens_of(again) == expected[-1:]
             loaded = other.metrics()["kvstore_loaded_blocks"] - counts["kvstore_loaded_blocks"]
             assert loaded == (0 if caching else usable(LENGTHS[-1]) // 128)
+    with start() as third:
+        branch = third.generate(BRANCH)
+        assert cached_of(branch) == [256]
+        assert tokens_of(branch) == plain_answers[-1:]
 
 
 def test_prefix_grows_over_turns_and_processes(start):
