@@ -123,13 +123,7 @@ class StoreSteps:
         budget_s: float | None = None,
     ) -> BlocksLoaded:
         """Bring the first blocks of `chain`, or a part of each, into `views`."""
-        result = _guarded(
-            lambda: self._namespace.get(
-                chain, list(views), block_count=len(views), lease=lease, part=part, budget_s=budget_s
-            ),
-            lambda failure: GetResult((), failure),
-        )
-        self.note("load", result.failure)
+        result = self.fetch_blocks(chain, views, lease=lease, part=part, budget_s=budget_s)
         valid = min(result.leading_blocks, len(views))
         if valid == len(views):
             return BlocksLoaded(valid, "", result.block_checksums)
@@ -137,6 +131,32 @@ class StoreSteps:
         unsettled = result.failure.reason if result.failure is not None else NO_RESULT
         gap = result.statuses[valid] if valid < len(result.statuses) else unsettled
         return BlocksLoaded(valid, gap, result.block_checksums)
+
+    def fetch_blocks(
+        self,
+        chain: Chain,
+        views: Sequence[memoryview],
+        *,
+        first_block: int = 0,
+        lease: bytes = b"",
+        part: tuple[int, int] | None = None,
+        budget_s: float | None = None,
+    ) -> GetResult:
+        """Bring blocks of `chain`, or a part of each, into `views`: each counts by itself. A failure is a result."""
+        result = _guarded(
+            lambda: self._namespace.get(
+                chain,
+                list(views),
+                first_block=first_block,
+                block_count=len(views),
+                lease=lease,
+                part=part,
+                budget_s=budget_s,
+            ),
+            lambda failure: GetResult((), failure),
+        )
+        self.note("load", result.failure)
+        return result
 
     def put_blocks(
         self,
