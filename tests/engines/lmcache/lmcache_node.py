@@ -71,13 +71,13 @@ class Node:
         (self.adapter,) = [adapter for _, adapter in self.manager.l2_adapters()]
         assert isinstance(self.adapter, KVStoreL2Adapter)
 
-    def save(self, engine: Engine, keys: Sequence[ObjectKey]) -> int:
+    def save(self, engine: Engine, keys: Sequence[ObjectKey], content=kv_bytes) -> int:
         """Write chunks to LMCache's memory, and wait until it has offered them to the plug. Returns: how many were kept."""
         before = self.adapter.report_status()["store"]
         objects = self.manager.reserve_write(list(keys), engine.layout)
         assert len(objects) == len(keys)
         for key, memory_object in objects.items():
-            memory_object.raw_data[: memory_object.get_size()] = kv_bytes(key, memory_object.get_size())
+            memory_object.raw_data[: memory_object.get_size()] = content(key, memory_object.get_size())
         self.manager.finish_write(list(keys))
         return self.wait(lambda: self.adapter.report_status()["store"], before, len(keys))
 

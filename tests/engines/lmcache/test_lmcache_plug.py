@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from lmcache.v1.distributed.api import ObjectKey
-from lmcache_node import CHUNK, MODEL, Engine, Node, running_node
+from lmcache_node import CHUNK, MODEL, Engine, Node, kv_bytes, running_node
+
 from serving import RunningServer, running_server
 
 # A machine that is busy with other things must not turn a hit into a miss.
@@ -22,6 +23,18 @@ TOKENS = list(range(1000, 1000 + 6 * CHUNK))
 def server(tmp_path_factory):
     with running_server(tmp_path_factory.mktemp("store")) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def ours(server):
+    """Settings with which all chunks of TOKENS are found."""
+    settings = {"target": server.target, "model": MODEL, "revision": "ours", **PATIENT}
+    engine = Engine()
+    with running_node(settings) as node:
+        assert node.save(engine, engine.keys(TOKENS)) == 6
+        node.forget()
+        assert all(node.prefetch(engine, engine.keys(TOKENS)))
+    return settings
 
 
 def params(server: RunningServer, request: pytest.FixtureRequest, **more) -> dict[str, object]:
@@ -70,14 +83,9 @@ def test_what_one_process_stored_another_loads_byte_by_byte_whatever_their_hash_
         pytest.param({}, {"shape": (2, 4, CHUNK, 8)}, id="shape of as many bytes"),
     ],
 )
-def test_objects_that_differ_in_anything_else_than_tokens_are_not_found(server, request, setting, engine):
-    ours, theirs = Engine(), Engine(**engine)
-    keys = ours.keys(TOKENS)
-    with running_node(params(server, request)) as node:
-        assert node.save(ours, keys) == 6
-        node.forget()
-        assert all(node.prefetch(ours, keys))
-    with running_node(params(server, request, **setting)) as node:
+def test_objects_that_differ_in_anything_else_than_tokens_are_not_found(ours, setting, engine):
+    theirs = Engine(**engine)
+    with running_node({**ours, **setting}) as node:
         assert not any(node.prefetch(theirs, theirs.keys(TOKENS)))
 
 
@@ -178,7 +186,9 @@ def test_hashes_that_can_collide_are_refused(server, request):
     keys = [ObjectKey(place.to_bytes(8, "big"), MODEL, engine.kv_rank) for place in range(4)]
     with running_node(params(server, request)) as node:
         assert node.save(engine, keys) == 0
-        assert not any(node.prefetch(engine, keys[::-1]))
+        node.forget()
+        assert not any(node.prefetch(engine, keys))
+        assert sum(counts(node)["not_kept"].values()) == 8
 
 
 @pytest.mark.parametrize("chunk", [128, 512])
@@ -206,3 +216,14 @@ def test_the_status_counts_what_was_asked_found_loaded_and_stored(server, reques
     assert status["load"] == {**expected, "keys": 4, "good_keys": 4, "moved_bytes": size}
     assert status["is_healthy"]
     assert status["refused_now"] == {}
+
+
+def test_the_check_of_bytes_sees_bytes_that_are_not_those_stored(server, request):
+    """That the tests here can fail: other bytes under the right name are noticed."""
+    engine = Engine()
+    keys = engine.keys(TOKENS)
+    with running_node(params(server, request)) as node:
+        node.save(engine, keys, content=lambda key, size_bytes: kv_bytes(key, size_bytes) ^ 1)
+        node.forget()
+        with pytest.raises(AssertionError, match="wrong bytes"):
+            node.prefetch(engine, keys)
