@@ -73,8 +73,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: dict[int, Any]) -> int:
         """Look up which objects are there. Returns: the task."""
-        layouts = {group: Layout.of(desc.shapes, desc.dtypes) for group, desc in group_layout_descs.items()}
-        return self._lookups.submit(len(keys), lambda: self._store.look_up(keys, layouts))
+        return self._lookups.submit(len(keys), lambda: self._look_up(keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:  # noqa: ANN401 - LMCache's Bitmap
         """A bit per key, once, when the task has ended; None before."""
@@ -129,6 +128,10 @@ class KVStoreL2Adapter(L2AdapterInterface):
         self._store.client.close()
         for tasks in (self._lookups, self._loads, self._stores):
             tasks.close()
+
+    def _look_up(self, keys: Sequence[Any], descriptions: Mapping[int, Any]) -> Batch:
+        layouts = {group: Layout.of(layout.shapes, layout.dtypes) for group, layout in descriptions.items()}
+        return self._store.look_up(keys, layouts)
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Batch:
         batch = self._store.load(keys, objects)

@@ -167,6 +167,15 @@ def spoil(data_dir, needle: bytes) -> None:
     raise AssertionError("no segment has these bytes")
 
 
+def test_a_batch_in_which_a_call_has_failed_makes_no_further_ones():
+    """Six chains of one object each, at a store that nobody serves: one budget, not six."""
+    with running_node(params("127.0.0.1:9")) as node:
+        assert node.save(ENGINE, KEYS) == 0
+        calls = node.adapter._store.client.stats().calls
+        assert calls["put"] == 1, calls
+        assert node.adapter.report_status()["store"]["failures"] == {"UNREACHABLE": 1}
+
+
 def test_stores_beyond_what_may_wait_are_refused_at_once(tmp_path):
     with (
         running_server(tmp_path / "data") as server,
