@@ -21,6 +21,7 @@ VLLM_WITHOUT := torchaudio torchvision torchcodec
 # of pages is compiled when it is first used: that needs g++ and OpenSSL's headers.
 SGLANG := sglang==0.5.23
 SGLANG_NEEDS := ipython orjson
+LMCACHE := lmcache==0.5.6
 
 .PHONY: demo demo-handoff test test-engines soak lint format proto bench docs clean
 
@@ -35,9 +36,10 @@ demo-handoff: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
 
-test-engines: $(ENGINES)/vllm/.done $(ENGINES)/vllm/.sglang
+test-engines: $(ENGINES)/vllm/.done $(ENGINES)/vllm/.sglang $(ENGINES)/lmcache/.done
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/sglang
+	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/lmcache/bin/python -m pytest tests/engines/lmcache
 
 # How long the longest of the soaks goes on.
 SOAK_MINUTES ?= 30
@@ -98,6 +100,14 @@ $(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements
 $(ENGINES)/vllm/.sglang: $(ENGINES)/vllm/.done
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) --no-deps '$(SGLANG)'
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) $(SGLANG_NEEDS)
+	touch $@
+
+# LMCache pins versions of what our packages use too, so all of them are chosen at once.
+$(ENGINES)/lmcache/.done: pyproject.toml constraints.txt Makefile
+	@echo "installing LMCache into $(ENGINES)/lmcache (1.9 GB, some minutes the first time)"
+	$(PYTHON) -m venv --clear $(ENGINES)/lmcache
+	$(ENGINES)/lmcache/bin/python -m pip install $(ENGINE_PIP_FLAGS) torch
+	$(ENGINES)/lmcache/bin/python -m pip install $(ENGINE_PIP_FLAGS) '$(LMCACHE)' --editable '.[server]' pytest pytest-timeout
 	touch $@
 
 $(VENV)/stub-tools/.done: Makefile | $(BIN)/python

@@ -125,6 +125,26 @@ class StoreSteps:
         first_block: int = 0,
     ) -> BlocksLoaded:
         """Bring blocks of `chain` from `first_block` on, or a part of each, into `views`."""
+        result = self.fetch_blocks(chain, views, first_block=first_block, lease=lease, part=part, budget_s=budget_s)
+        valid = min(result.leading_blocks, len(views))
+        if valid == len(views):
+            return BlocksLoaded(valid, "", result.block_checksums)
+        # A block without a status is not valid: there may be fewer of them than blocks were asked for.
+        unsettled = result.failure.reason if result.failure is not None else NO_RESULT
+        gap = result.statuses[valid] if valid < len(result.statuses) else unsettled
+        return BlocksLoaded(valid, gap, result.block_checksums)
+
+    def fetch_blocks(
+        self,
+        chain: Chain,
+        views: Sequence[memoryview],
+        *,
+        first_block: int = 0,
+        lease: bytes = b"",
+        part: tuple[int, int] | None = None,
+        budget_s: float | None = None,
+    ) -> GetResult:
+        """Bring blocks of `chain`, or a part of each, into `views`: each counts by itself. A failure is a result."""
         result = _guarded(
             lambda: self._namespace.get(
                 chain,
@@ -138,13 +158,7 @@ class StoreSteps:
             lambda failure: GetResult((), failure),
         )
         self.note("load", result.failure)
-        valid = min(result.leading_blocks, len(views))
-        if valid == len(views):
-            return BlocksLoaded(valid, "", result.block_checksums)
-        # A block without a status is not valid: there may be fewer of them than blocks were asked for.
-        unsettled = result.failure.reason if result.failure is not None else NO_RESULT
-        gap = result.statuses[valid] if valid < len(result.statuses) else unsettled
-        return BlocksLoaded(valid, gap, result.block_checksums)
+        return result
 
     def put_blocks(
         self,
