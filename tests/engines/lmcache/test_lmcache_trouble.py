@@ -169,7 +169,7 @@ def spoil(data_dir, needle: bytes) -> None:
 
 def test_a_batch_in_which_a_call_has_failed_makes_no_further_ones():
     """Six chains of one object each, at a store that nobody serves: one budget, not six."""
-    with running_node(params("127.0.0.1:9")) as node:
+    with running_node(params("127.0.0.1:9", base_budget_s=10.0)) as node:
         assert node.save(ENGINE, KEYS) == 0
         calls = node.adapter._store.client.stats().calls
         assert calls["put"] == 1, calls
