@@ -223,7 +223,7 @@ class WorkerHalf:
             if loaded.valid_blocks < loaded.asked_blocks:
                 report.failed.add(request_id)
                 self._invalid |= _blocks_from(loaded.transfer, loaded.valid_blocks)
-        self._report = report if done else None
+        self._report = report
         return set(report.loaded_blocks), set(report.failed)
 
     def invalid_blocks(self) -> set[int]:
@@ -232,7 +232,11 @@ class WorkerHalf:
         return invalid
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler is told of the loads that have just been reported."""
+        """What the scheduler is told of the loads that have just been reported, of none as well.
+
+        vLLM hands on nothing of a step that computes nothing and has nothing to say. But the scheduler times each step by when it
+        hears of it.
+        """
         report, self._report = self._report, None
         return report
 
