@@ -18,7 +18,7 @@ from kvstore_api.v1 import types_pb2
 from kvstore_client import Chain, KVStoreClient, NamespaceSpec
 from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import media_have_names
-from kvstore_engine.vllm.messages import StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.messages import QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name, traffic_class
@@ -181,13 +181,12 @@ class SchedulerHalf:
         tracked.look_up = self._threads.submit(self._look_up, tracked, usable)
 
     def _answer(self, tracked: _Tracked) -> _Answer | None:
-        """What the look-up has found, once it has ended; it is given up when it has not begun in a call's time."""
+        """What the look-up has found, once it has ended; it is given up when it has not begun in `QUEUE_S`."""
         look_up = tracked.look_up
         if look_up is None:
             return _Answer(failed=True)
         if not look_up.done():
-            budget_s = next(iter(self._namespaces.values())).budget_s(0)
-            if time.monotonic() - tracked.begun_s > budget_s and look_up.cancel():
+            if time.monotonic() - tracked.begun_s > QUEUE_S and look_up.cancel():
                 tracked.look_up = None
                 self._stats.count_miss("LOOK_UP_BUSY")
                 tracked.load_failed = True  # it goes on at once, and is not asked for again

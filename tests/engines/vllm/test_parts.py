@@ -27,14 +27,15 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore_client import KVStoreConfigError, prefix_hashes, prefix_seed
+from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, prefix_hashes, prefix_seed
 from kvstore_engine.plug_settings import PlugSettings
+from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import attention_of, media_have_names
-from kvstore_engine.vllm.messages import NOT_HERE, StepMetadata, WorkerReport
+from kvstore_engine.vllm.messages import NOT_HERE, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.placement import Placement, stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name
 from kvstore_engine.vllm.scheduler import SchedulerHalf
-from kvstore_engine.vllm.worker import WorkerHalf
+from kvstore_engine.vllm.worker import WorkerHalf, _Ready
 
 BLOCKS = 40
 DIGEST = bytes(range(32))
@@ -272,3 +273,33 @@ def test_steps_that_compute_nothing_are_not_taken_for_those_that_do(hybrid):
             if not handed_on.is_empty():  # as vLLM does after a step that computes nothing
                 scheduler.learn(handed_on)
         assert scheduler._benefit.prefill_s(100) >= 0.01
+
+
+@pytest.mark.parametrize(("waited_s", "blocks"), [(QUEUE_S / 2, 1), (QUEUE_S * 2, 0)])
+def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, waited_s, blocks):
+    """But a request does not wait for ever for those before it."""
+    transfer = transfer_config(store.target)
+    config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+    caches = caches_of(HYBRID)
+    with (
+        KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as filler,
+        KVStoreClient(ClientConfig(target=store.target, base_budget_s=QUEUE_S / 4)) as client,
+        closing(WorkerHalf(PlugSettings.read({"target": store.target}), config, HYBRID)) as worker,
+    ):
+        placement = Placement(HYBRID, caches)
+        spec = NamespaceSpec(
+            model="m",
+            revision="r",
+            engine="e",
+            layout=placement.layout,
+            kv_dtype=placement.dtype,
+            block_bytes=placement.block_bytes,
+        )
+        chain = filler.namespace(spec).chain(range(128))
+        assert filler.namespace(spec).put(chain, bytes(placement.block_bytes)).stored == 1
+        namespace = client.namespace(spec)
+        assert namespace.register(budget_s=30) is None
+        worker._ready = _Ready(placement, namespace, StoreSteps(namespace), b"")
+        load = Transfer("r", {PLACE: chain.data}, {}, 0, [[[1, 2, 3, 4]], [[5, 6, 7, 8]]], "")
+        worker._load(load, PLACE, time.monotonic() - waited_s)
+        assert worker._done[0].valid_blocks == blocks
