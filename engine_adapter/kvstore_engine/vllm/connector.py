@@ -52,7 +52,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(settings, self._kv_transfer_config, kv_cache_config)
+            self._scheduler = SchedulerHalf(settings, vllm_config, kv_cache_config)
         else:
             self._worker = WorkerHalf(settings, vllm_config, kv_cache_config)
 

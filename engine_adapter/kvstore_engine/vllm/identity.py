@@ -51,6 +51,12 @@ def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
     return model_revision(model.model, settings.revision)
 
 
+def media_have_names(config: VllmConfig) -> bool:
+    """Whether vLLM names images and the like by their contents. With both of its caches off it numbers them, in each process."""
+    multimodal = config.model_config.multimodal_config
+    return multimodal is None or multimodal.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
+
+
 def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, placement: Placement) -> NamespaceSpec:
     """The namespace of this worker's KV.
 
@@ -71,6 +77,7 @@ def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, 
             ParallelDimension("tp", tp.rank_in_group, tp.world_size),
         ),
         labels={
+            "attention": attention_of(config, placement),
             "config": config_digest(_config_of(model.hf_config)),
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
@@ -79,6 +86,18 @@ def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, 
     )
     spec.validate()
     return spec
+
+
+def attention_of(config: VllmConfig, placement: Placement) -> str:
+    """Which kernels read and write the KV: memory of one shape and type means something else to each.
+
+    On a CPU also for which instructions they are made: those for AMX keep keys and values in another order.
+    """
+    layers = config.compilation_config.static_forward_context
+    kinds = {
+        (layers[name].get_attn_backend().get_name(), getattr(layers[name], "isa", "")) for name in placement.layer_names
+    }
+    return "+".join(sorted(f"{backend} {isa}".strip() for backend, isa in kinds))
 
 
 def _config_of(hf_config: Any) -> dict[str, object]:  # noqa: ANN401 - transformers has no types here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -46,6 +46,10 @@ class Transfer:
     engine_blocks: Sequence[Sequence[Sequence[int]]]
     traffic_class: str
 
+
+# How long a look-up or a load may wait for a thread, in seconds, before its request goes without. A burst of requests is served one
+# after the other, each within a budget of its own; but no request waits much longer than this for the others.
+QUEUE_S: Final = 1.0
 
 # The id of a block that holds nothing; vLLM's own null block has id 0.
 NOT_HERE = 0

@@ -114,6 +114,11 @@ class Placement:
         self.full_bytes = windowed[0] if windowed else self.block_bytes
 
     @property
+    def layer_names(self) -> list[str]:
+        """The layers whose KV is stored."""
+        return [layer.name for layer in self._layers]
+
+    @property
     def dtype(self) -> str:
         """The element type of the KV; of several, all."""
         return "+".join(sorted({str(layer.cache.dtype).removeprefix("torch.") for layer in self._layers}))

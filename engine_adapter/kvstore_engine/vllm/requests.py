@@ -24,11 +24,14 @@ TRAFFIC_CLASS_KEY: Final = "kvstore_traffic_class"
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
 
-def has_name(request: Request) -> bool:
-    """Whether the request's KV follows from token ids, for good.
+def has_name(request: Request, *, media_have_names: bool = True) -> bool:
+    """Whether the request's KV follows from token ids and the names of its images, for good.
 
-    Not for embeddings given instead of them, nor for an input that is still being written, whose tokens may be replaced.
+    Not for embeddings given instead of them, nor for an input that is still being written, whose tokens may be replaced; nor with
+    images that `media_have_names` says have none.
     """
+    if request.mm_features and not media_have_names:
+        return False
     return request.prompt_embeds is None and request.prompt_token_ids is not None and not request.resumable
 
 
@@ -38,20 +41,33 @@ def traffic_class(request: Request, default: str) -> str:
     return value if isinstance(value, str) else default
 
 
-def adapter_of(request: Request) -> bytes | None:
-    """The identity of the request's LoRA: its name and its weights; empty without one. Reads its files the first time.
+class Adapters:
+    """Which LoRA adapters vLLM has. It reads one's files once for its number, whatever becomes of them later."""
 
-    Returns: None when its weights cannot be told from others of that name.
-    """
-    lora = request.lora_request
-    if lora is None:
-        return b""
-    try:
-        fingerprint = weights_fingerprint(Path(lora.lora_path))
-    except (OSError, KVStoreConfigError) as error:
-        _LOGGER.warning("requests with LoRA %r do without the store: %s", lora.lora_name, error)
-        return None
-    return b"\0".join((fingerprint.encode(), lora.lora_name.encode()))
+    def __init__(self) -> None:
+        self._seen: dict[int, bytes] = {}
+
+    def identity_of(self, request: Request) -> bytes | None:
+        """The identity of the request's LoRA: its name and its weights; empty without one. Reads its files the first time.
+
+        Returns: None when its weights cannot be told from others of that name, or its files have changed since they were first
+            used: nobody knows whether vLLM has read them anew. Any thread may call it.
+        """
+        lora = request.lora_request
+        if lora is None:
+            return b""
+        try:
+            fingerprint = weights_fingerprint(Path(lora.lora_path))
+        except (OSError, KVStoreConfigError) as error:
+            _LOGGER.warning("requests with LoRA %r do without the store: %s", lora.lora_name, error)
+            return None
+        identity = b"\0".join((fingerprint.encode(), lora.lora_name.encode()))
+        if self._seen.setdefault(lora.lora_int_id, identity) != identity:
+            _LOGGER.warning(
+                "requests with LoRA %r do without the store: its files are not those it began with", lora.lora_name
+            )
+            return None
+        return identity
 
 
 @dataclass

@@ -17,16 +17,17 @@ from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_api.v1 import types_pb2
 from kvstore_client import Chain, KVStoreClient, NamespaceSpec
 from kvstore_engine.store_steps import StoreSteps
-from kvstore_engine.vllm.messages import StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.identity import media_have_names
+from kvstore_engine.vllm.messages import QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import stored_groups
-from kvstore_engine.vllm.requests import Chains, adapter_of, has_name, traffic_class
+from kvstore_engine.vllm.requests import Adapters, Chains, has_name, traffic_class
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
 
-    from vllm.config import KVTransferConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -72,8 +73,11 @@ class _Tracked:
 class SchedulerHalf:
     """Called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, settings: PlugSettings, transfer: KVTransferConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, settings: PlugSettings, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._settings = settings
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        self._media_have_names = media_have_names(config)
         self._loads_wanted, self._saves_wanted = transfer.is_kv_consumer, transfer.is_kv_producer
         self._groups = stored_groups(kv_cache_config)
         self._block_sizes = [BLOCK_TOKENS // group.ratio for group in self._groups]
@@ -91,6 +95,7 @@ class SchedulerHalf:
         self._stats = KVStoreStats()
         self._manager: KVCacheManager | None = None
         self._weights = b""
+        self._adapters = Adapters()
 
     def bind(self, manager: KVCacheManager) -> None:
         """vLLM's manager, which knows where a request's blocks are."""
@@ -165,7 +170,7 @@ class SchedulerHalf:
 
     def _tracked(self, request: Request) -> _Tracked | None:
         tracked = self._requests.get(request.request_id)
-        if tracked is None and self._namespaces and has_name(request):
+        if tracked is None and self._namespaces and has_name(request, media_have_names=self._media_have_names):
             tracked = self._requests[request.request_id] = _Tracked(request)
         return tracked
 
@@ -177,13 +182,12 @@ class SchedulerHalf:
         tracked.look_up = self._threads.submit(self._look_up, tracked, usable)
 
     def _answer(self, tracked: _Tracked) -> _Answer | None:
-        """What the look-up has found, once it has ended; it is given up when it has not begun in a call's time."""
+        """What the look-up has found, once it has ended; it is given up when it has not begun in `QUEUE_S`."""
         look_up = tracked.look_up
         if look_up is None:
             return _Answer(failed=True)
         if not look_up.done():
-            budget_s = next(iter(self._namespaces.values())).budget_s(0)
-            if time.monotonic() - tracked.begun_s > budget_s and look_up.cancel():
+            if time.monotonic() - tracked.begun_s > QUEUE_S and look_up.cancel():
                 tracked.look_up = None
                 self._stats.count_miss("LOOK_UP_BUSY")
                 tracked.load_failed = True  # it goes on at once, and is not asked for again
@@ -203,7 +207,7 @@ class SchedulerHalf:
     def _asked(self, tracked: _Tracked, usable: int) -> _Answer:
         request = tracked.request
         if tracked.chains is None:
-            adapter = adapter_of(request)
+            adapter = self._adapters.identity_of(request)
             if adapter is None:
                 return _Answer(failed=True, at_s=time.monotonic())
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}

@@ -20,7 +20,7 @@ from kvstore_engine.prefix_cache import CHECK_BUDGET_S, QUEUE_FULL, SKIPPED
 from kvstore_engine.saving import Pending, SaveQueue
 from kvstore_engine.store_steps import StoreSteps, failure_of
 from kvstore_engine.vllm.identity import check_identity, worker_namespace
-from kvstore_engine.vllm.messages import Transfer, WorkerIdentity, WorkerReport
+from kvstore_engine.vllm.messages import QUEUE_S, Transfer, WorkerIdentity, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import Placement
 
@@ -44,6 +44,7 @@ IDLE_S: Final = 0.001
 # The engine has let go of a window before its blocks could be copied.
 WINDOW_GONE: Final = "WINDOW_GONE"
 LOADER_BUSY: Final = "LOADER_BUSY"
+DEADLINE: Final = "DEADLINE"
 
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
@@ -165,8 +166,11 @@ class WorkerHalf:
         assert self._ready is not None
         placement, namespace, steps, _ = self._ready
         chain, lease = Chain(transfer.chains[place]), transfer.leases.get(place, b"")
-        count = len(transfer.engine_blocks[0])
-        end_s = asked_s + namespace.budget_s(count * placement.block_bytes)
+        count, began_s = len(transfer.engine_blocks[0]), time.monotonic()
+        if began_s - asked_s > QUEUE_S:
+            self._stats.count_miss(LOADER_BUSY)
+            return 0, 0
+        end_s = began_s + namespace.budget_s(count * placement.block_bytes)
         per_piece = max(1, PIECE_BYTES // placement.block_bytes)
         staging = torch.empty((min(count, per_piece), placement.block_bytes), dtype=torch.uint8)
         size_bytes = 0
@@ -174,7 +178,7 @@ class WorkerHalf:
             size = placement.block_bytes if windows else placement.full_bytes
             views = [_bytes_of(staging[row])[:size] for row in range(len(blocks))]
             if time.monotonic() >= end_s:
-                self._stats.count_miss(LOADER_BUSY)
+                self._stats.count_miss(DEADLINE)
                 return blocks.start, size_bytes
             loaded = steps.load_blocks(
                 chain.first(transfer.first_block + blocks.stop),
@@ -223,7 +227,7 @@ class WorkerHalf:
             if loaded.valid_blocks < loaded.asked_blocks:
                 report.failed.add(request_id)
                 self._invalid |= _blocks_from(loaded.transfer, loaded.valid_blocks)
-        self._report = report if done else None
+        self._report = report
         return set(report.loaded_blocks), set(report.failed)
 
     def invalid_blocks(self) -> set[int]:
@@ -232,7 +236,11 @@ class WorkerHalf:
         return invalid
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler is told of the loads that have just been reported."""
+        """What the scheduler is told of the loads that have just been reported, of none as well.
+
+        vLLM hands on nothing of a step that computes nothing and has nothing to say. But the scheduler times each step by when it
+        hears of it.
+        """
         report, self._report = self._report, None
         return report
 

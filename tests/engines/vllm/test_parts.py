@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
+
 import pytest
 import torch
+from engine import transfer_config
+from models import save_lora
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -14,12 +24,18 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstore_client import KVStoreConfigError, prefix_hashes, prefix_seed
-from kvstore_engine.vllm.messages import NOT_HERE, WorkerReport
+from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, prefix_hashes, prefix_seed
+from kvstore_engine.plug_settings import PlugSettings
+from kvstore_engine.store_steps import StoreSteps
+from kvstore_engine.vllm.identity import attention_of, media_have_names
+from kvstore_engine.vllm.messages import NOT_HERE, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.placement import Placement, stored_groups
-from kvstore_engine.vllm.requests import Chains, has_name
+from kvstore_engine.vllm.requests import Adapters, Chains, has_name
+from kvstore_engine.vllm.scheduler import SchedulerHalf
+from kvstore_engine.vllm.worker import WorkerHalf, _Ready
 
 BLOCKS = 40
 DIGEST = bytes(range(32))
@@ -186,3 +202,104 @@ def test_load_is_as_good_as_in_the_worker_with_the_least():
     one = WorkerReport({"a": 3, "b": 4}, {"a"}, 10, 1.0)
     other = WorkerReport({"a": 5, "b": 2}, {"b"}, 20, 2.0)
     assert one.aggregate(other) == WorkerReport({"a": 3, "b": 2}, {"a", "b"}, 30, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("cache_gb", "prefix_caching", "named"), [(0, False, False), (0, True, True), (4, False, True)]
+)
+def test_image_that_vllm_only_numbers_has_no_name(cache_gb, prefix_caching, named):
+    """With both of its caches off, its hash of an image is a count, and two processes count different images alike."""
+    config = VllmConfig()
+    config.cache_config.enable_prefix_caching = prefix_caching
+    config.model_config = ModelConfigWithMedia(cache_gb)
+    assert media_have_names(config) is named
+    request = request_of(256, mm_features=[image("renderer0-mm-1-image-0", 10, 20)])
+    assert has_name(request, media_have_names=named) is named
+    assert has_name(request_of(256), media_have_names=named)
+
+
+class ModelConfigWithMedia:
+    """A model that takes images, which would have to be on the disk for a real ModelConfig."""
+
+    def __init__(self, cache_gb: float) -> None:
+        self.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+
+
+def test_kernels_for_other_instructions_are_another_attention(hybrid):
+    """On a CPU with AMX vLLM keeps keys and values of the same shape and type in another order."""
+    config = EngineArgs(str(hybrid)).create_engine_config()
+    placement = Placement(one := config_of((["f0"], full())), caches_of(one))
+    with set_current_vllm_config(config):
+        layer = Attention(num_heads=2, head_size=32, scale=1.0, prefix="f0")
+    names = set()
+    for isa in ("amx", "vec"):
+        layer.isa = isa  # as vLLM's own builder of metadata does
+        names.add(attention_of(config, placement))
+    assert names == {"CPU_ATTN amx", "CPU_ATTN vec"}
+
+
+def test_adapter_whose_files_change_under_its_number_is_not_named_any_more(tmp_path):
+    """VLLM has read them once, and says nothing of when it reads them again."""
+    adapters, path = Adapters(), save_lora(tmp_path / "lora", 1)
+    lora = LoRARequest("same", 1, str(path))
+    first = adapters.identity_of(request_of(256, lora_request=lora))
+    assert first
+    assert adapters.identity_of(request_of(256, lora_request=lora)) == first
+    save_lora(tmp_path / "new", 2)
+    (tmp_path / "new" / "adapter_model.safetensors").replace(path / "adapter_model.safetensors")
+    assert adapters.identity_of(request_of(256, lora_request=lora)) is None
+    other = adapters.identity_of(request_of(256, lora_request=LoRARequest("same", 2, str(path))))
+    assert other not in (None, first)
+
+
+def test_steps_that_compute_nothing_are_not_taken_for_those_that_do(hybrid):
+    """Else a step of a thousand tokens is timed by one of none, and every hit seems not worth its load."""
+    transfer = transfer_config("127.0.0.1:1")
+    config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+    settings = PlugSettings.read({"target": "127.0.0.1:1"})
+    with (
+        closing(SchedulerHalf(settings, config, HYBRID)) as scheduler,
+        closing(WorkerHalf(settings, config, HYBRID)) as worker,
+    ):
+        for tokens in (0, 0, 100):
+            output = SchedulerOutput.make_empty()
+            output.total_num_scheduled_tokens = tokens
+            metadata = scheduler.step(output)
+            assert isinstance(metadata, StepMetadata)
+            time.sleep(0.01)
+            worker.start_loads(metadata, PLACE)
+            worker.finished_loads()
+            handed_on = KVConnectorOutput(kv_connector_worker_meta=worker.report())
+            if not handed_on.is_empty():  # as vLLM does after a step that computes nothing
+                scheduler.learn(handed_on)
+        assert scheduler._benefit.prefill_s(100) >= 0.01
+
+
+@pytest.mark.parametrize(("waited_s", "blocks"), [(QUEUE_S / 2, 1), (QUEUE_S * 2, 0)])
+def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, waited_s, blocks):
+    """But a request does not wait for ever for those before it."""
+    transfer = transfer_config(store.target)
+    config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+    caches = caches_of(HYBRID)
+    with (
+        KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as filler,
+        KVStoreClient(ClientConfig(target=store.target, base_budget_s=QUEUE_S / 4)) as client,
+        closing(WorkerHalf(PlugSettings.read({"target": store.target}), config, HYBRID)) as worker,
+    ):
+        placement = Placement(HYBRID, caches)
+        spec = NamespaceSpec(
+            model="m",
+            revision="r",
+            engine="e",
+            layout=placement.layout,
+            kv_dtype=placement.dtype,
+            block_bytes=placement.block_bytes,
+        )
+        chain = filler.namespace(spec).chain(range(128))
+        assert filler.namespace(spec).put(chain, bytes(placement.block_bytes)).stored == 1
+        namespace = client.namespace(spec)
+        assert namespace.register(budget_s=30) is None
+        worker._ready = _Ready(placement, namespace, StoreSteps(namespace), b"")
+        load = Transfer("r", {PLACE: chain.data}, {}, 0, [[[1, 2, 3, 4]], [[5, 6, 7, 8]]], "")
+        worker._load(load, PLACE, time.monotonic() - waited_s)
+        assert worker._done[0].valid_blocks == blocks
