@@ -21,6 +21,9 @@ _SAYS_NOTHING = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
 
+# Ways to guess tokens that need no model of their own.
+_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
+
 
 def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
     """The revision of the model that vLLM serves.
@@ -36,6 +39,12 @@ def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
         raise KVStoreConfigError(
             "INVALID_CONFIG",
             f"kv_load_failure_policy is {policy!r}, with which a request ends when its KV does not come; set it to 'recompute'",
+        )
+    speculation = config.speculative_config
+    if speculation is not None and speculation.method not in _WITHOUT_KV:
+        raise KVStoreConfigError(
+            "UNSUPPORTED_MODEL",
+            f"speculative decoding by {speculation.method!r} has KV of a draft model; supported are {', '.join(_WITHOUT_KV)}",
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise KVStoreConfigError(

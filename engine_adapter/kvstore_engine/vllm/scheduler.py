@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from kvstore_api.limits import BLOCK_TOKENS
@@ -47,11 +47,12 @@ IDLE_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a look-up has found. `failed`: nobody knows what is stored."""
+    """What a look-up has found, of so many blocks asked for. `failed`: nobody knows what is stored."""
 
     hit_blocks: int = 0
     leases: dict[WorkerPlace, bytes] = field(default_factory=dict)
     failed: bool = False
+    asked_blocks: int = 0
     at_s: float = 0.0
 
 
@@ -201,23 +202,23 @@ class SchedulerHalf:
             answer = self._asked(tracked, usable)
         except Exception as error:  # a bug; neither the engine nor the thread may end by it
             self._stats.count_miss(type(error).__name__)
-            answer = _Answer(failed=True, at_s=time.monotonic())
-        return answer
+            answer = _Answer(failed=True)
+        return replace(answer, asked_blocks=usable, at_s=time.monotonic())
 
     def _asked(self, tracked: _Tracked, usable: int) -> _Answer:
         request = tracked.request
         if tracked.chains is None:
             adapter = self._adapters.identity_of(request)
             if adapter is None:
-                return _Answer(failed=True, at_s=time.monotonic())
+                return _Answer(failed=True)
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
             tracked.chains = Chains.of(request, digests, adapter, self._weights)
         if usable < 1:
-            return _Answer(at_s=time.monotonic())
+            return _Answer()
         refusal = next((steps.refusal("lookup") for steps in self._steps.values()), "")
         if refusal:  # neither hashing nor asking is worth it
             self._stats.count_miss(refusal)
-            return _Answer(failed=True, at_s=time.monotonic())
+            return _Answer(failed=True)
         began_s = time.monotonic()
         tracked.chains.grow(request, usable)
         hit = usable
@@ -226,11 +227,10 @@ class SchedulerHalf:
             match = self._steps[place].look_up(Chain(data), traffic_class(request, self._settings.traffic_class))
             if match.failure is not None:
                 self._stats.count_miss(match.failure.reason)
-                return _Answer(failed=True, at_s=time.monotonic())
+                return _Answer(failed=True)
             hit, leases[place] = min(hit, match.hit_length_blocks), match.lease
-        now_s = time.monotonic()
-        self._benefit.note_look_up(now_s - began_s)
-        return _Answer(hit, leases, at_s=now_s)
+        self._benefit.note_look_up(time.monotonic() - began_s)
+        return _Answer(hit, leases)
 
     def _count(self, tracked: _Tracked, usable: int, answer: _Answer) -> bool:
         """Count a request's hit, once. Returns: whether this was the time."""
@@ -289,8 +289,7 @@ class SchedulerHalf:
     def _learn_what_is_stored(self, tracked: _Tracked) -> None:
         if tracked.look_up is not None and tracked.look_up.done():
             answer = tracked.look_up.result()
-            if not answer.failed:
-                self._count(tracked, (tracked.request.num_tokens - 1) // BLOCK_TOKENS, answer)
+            self._count(tracked, answer.asked_blocks, answer)
 
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], first: int, end: int, from_token: int, to_token: int
