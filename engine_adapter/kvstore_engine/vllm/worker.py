@@ -112,6 +112,7 @@ class WorkerHalf:
         steps = StoreSteps(namespace)
         steps.register(CHECK_BUDGET_S)
         self._ready = _Ready(placement, namespace, steps, spec.to_proto().SerializeToString())
+        # At a level that shows: vLLM configures the logging of its own modules only, and this line is how to see that it works.
         _LOGGER.warning(
             "kvstore at %s: namespace %s, model %s, revision %s, blocks of %d bytes",
             self._settings.client.target,
