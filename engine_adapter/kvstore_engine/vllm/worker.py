@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from kvstore_client import Chain, KVStoreClient, PutReport, PutStatus
+from kvstore_client.results import DEADLINE
 from kvstore_engine.prefix_cache import CHECK_BUDGET_S, QUEUE_FULL, SKIPPED
 from kvstore_engine.saving import Pending, SaveQueue
 from kvstore_engine.store_steps import StoreSteps, failure_of
 from kvstore_engine.vllm.identity import check_identity, worker_namespace
-from kvstore_engine.vllm.messages import QUEUE_S, Transfer, WorkerIdentity, WorkerReport
+from kvstore_engine.vllm.messages import PASSING, QUEUE_S, WINDOW_GONE, Transfer, WorkerIdentity, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import Placement
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvstore_client import NamespaceHandle
     from kvstore_engine.plug_settings import PlugSettings
-    from kvstore_engine.vllm.messages import StepMetadata, WorkerPlace
+    from kvstore_engine.vllm.messages import Gap, StepMetadata, WorkerPlace
 
 LOAD_THREADS: Final = 4
 # Bytes that a load brings before it copies them to their places: so much memory for each load under way.
@@ -41,10 +42,9 @@ FLUSH_S: Final = 5.0
 # How long a step that computes nothing waits for a load.
 IDLE_S: Final = 0.001
 
-# The engine has let go of a window before its blocks could be copied.
-WINDOW_GONE: Final = "WINDOW_GONE"
 LOADER_BUSY: Final = "LOADER_BUSY"
-DEADLINE: Final = "DEADLINE"
+# Why a block is not there that a look-up had promised. Any other reason says nothing about what is stored.
+ABSENT: Final = frozenset({"NOT_FOUND", "EXPIRED", "CORRUPT", "IO_ERROR"})
 
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
@@ -53,6 +53,7 @@ _LOGGER = logging.getLogger("kvstore_engine.vllm")
 class _SaveJob:
     """Blocks to store: `pieces` has shape (blocks, block_bytes)."""
 
+    request_id: str
     chain: Chain
     first_block: int
     pieces: torch.Tensor
@@ -65,9 +66,10 @@ class _Loaded(NamedTuple):
     """What came of a load."""
 
     transfer: Transfer
-    valid_blocks: int
-    size_bytes: int
-    took_s: float
+    valid_blocks: int = 0
+    size_bytes: int = 0
+    took_s: float = 0.0
+    gap: str = ""  # why the next block is not valid
 
     @property
     def asked_blocks(self) -> int:
@@ -96,9 +98,11 @@ class WorkerHalf:
         self._threads = ThreadPoolExecutor(LOAD_THREADS, thread_name_prefix="kvstore-load")
         self._saves: SaveQueue[_SaveJob] = SaveQueue(settings.max_pending_save_bytes, self._store, self._drop)
         self._stats = KVStoreStats()
-        self._changed = threading.Condition()  # guards the next two
+        self._changed = threading.Condition()  # guards the next four
         self._done: list[_Loaded] = []
         self._under_way = 0
+        self._gaps: dict[str, Gap] = {}
+        self._given_up: set[str] = set()
         self._idle = False
         self._report: WorkerReport | None = None
         self._invalid: set[int] = set()
@@ -148,29 +152,32 @@ class WorkerHalf:
 
     def _load(self, transfer: Transfer, place: WorkerPlace, asked_s: float) -> None:
         """On a thread."""
-        began_s, loaded = time.monotonic(), _Loaded(transfer, 0, 0, 0.0)
+        began_s, loaded = time.monotonic(), _Loaded(transfer)
         try:
-            valid, size_bytes = self._bring(transfer, place, asked_s)
-            loaded = _Loaded(transfer, valid, size_bytes, time.monotonic() - began_s)
+            valid, size_bytes, gap = self._bring(transfer, place, asked_s)
+            loaded = _Loaded(transfer, valid, size_bytes, time.monotonic() - began_s, gap)
         except Exception as error:  # a bug; vLLM would wait for this request for ever
-            failure = failure_of(error)
-            self._stats.count_miss(failure.reason)
+            loaded = _Loaded(transfer, gap=failure_of(error).reason)
             _LOGGER.exception("a load failed")
         finally:
+            if loaded.gap:
+                self._stats.count_miss(loaded.gap)
             with self._changed:
                 self._done.append(loaded)
                 self._under_way -= 1
                 self._changed.notify_all()
 
-    def _bring(self, transfer: Transfer, place: WorkerPlace, asked_s: float) -> tuple[int, int]:
-        """The steps of a load. Returns: blocks that are valid, from the first asked for on, and the bytes that came."""
+    def _bring(self, transfer: Transfer, place: WorkerPlace, asked_s: float) -> tuple[int, int, str]:
+        """The steps of a load.
+
+        Returns: blocks that are valid, from the first asked for on, the bytes that came, and why not all did.
+        """
         assert self._ready is not None
         placement, namespace, steps, _ = self._ready
         chain, lease = Chain(transfer.chains[place]), transfer.leases.get(place, b"")
         count, began_s = len(transfer.engine_blocks[0]), time.monotonic()
         if began_s - asked_s > QUEUE_S:
-            self._stats.count_miss(LOADER_BUSY)
-            return 0, 0
+            return 0, 0, LOADER_BUSY
         end_s = began_s + namespace.budget_s(count * placement.block_bytes)
         per_piece = max(1, PIECE_BYTES // placement.block_bytes)
         staging = torch.empty((min(count, per_piece), placement.block_bytes), dtype=torch.uint8)
@@ -179,8 +186,7 @@ class WorkerHalf:
             size = placement.block_bytes if windows else placement.full_bytes
             views = [_bytes_of(staging[row])[:size] for row in range(len(blocks))]
             if time.monotonic() >= end_s:
-                self._stats.count_miss(DEADLINE)
-                return blocks.start, size_bytes
+                return blocks.start, size_bytes, DEADLINE
             loaded = steps.load_blocks(
                 chain.first(transfer.first_block + blocks.stop),
                 views,
@@ -194,9 +200,8 @@ class WorkerHalf:
                 there = range(blocks.start, blocks.start + loaded.blocks)
                 placement.copy_in(transfer.engine_blocks, there, staging[: loaded.blocks], windows=windows)
             if loaded.blocks < len(blocks):
-                self._stats.count_miss(loaded.gap)
-                return blocks.start + loaded.blocks, size_bytes
-        return count, size_bytes
+                return blocks.start + loaded.blocks, size_bytes, loaded.gap
+        return count, size_bytes, ""
 
     def _pieces(self, transfer: Transfer, per_piece: int) -> Iterator[tuple[range, bool]]:
         """Ranges of blocks, numbered within those asked for, and whether layers with a window are needed of them."""
@@ -216,7 +221,8 @@ class WorkerHalf:
             if self._idle and self._under_way:  # a step that computes nothing would only take the time of the loads
                 self._changed.wait_for(lambda: self._done, IDLE_S)
             done, self._done = self._done, []
-        report = WorkerReport()
+            report = WorkerReport(gaps=self._gaps, given_up=self._given_up)
+            self._gaps, self._given_up = {}, set()
         for loaded in done:
             request_id = loaded.transfer.request_id
             report.loaded_blocks[request_id] = loaded.valid_blocks
@@ -227,6 +233,8 @@ class WorkerHalf:
             self._stats.add("load_seconds", loaded.took_s)
             if loaded.valid_blocks < loaded.asked_blocks:
                 report.failed.add(request_id)
+                if loaded.gap in ABSENT:
+                    report.absent.add(request_id)
                 self._invalid |= _blocks_from(loaded.transfer, loaded.valid_blocks)
         self._report = report
         return set(report.loaded_blocks), set(report.failed)
@@ -237,7 +245,7 @@ class WorkerHalf:
         return invalid
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler is told of the loads that have just been reported, of none as well.
+        """What the scheduler is told of the loads that have just been reported, of none as well, and of saves.
 
         vLLM hands on nothing of a step that computes nothing and has nothing to say. But the scheduler times each step by when it
         hears of it.
@@ -259,18 +267,23 @@ class WorkerHalf:
         placement, _, steps, _ = self._ready
         count = len(transfer.engine_blocks[0])
         whole = next((n for n in range(count) if not placement.is_whole(transfer.engine_blocks, n)), count)
-        if whole < count:  # what lies behind a block that is not stored can never be hit
-            self._stats.count_unsaved(WINDOW_GONE, count - whole)
         refusal = steps.refusal("write")
         taken = 0 if refusal or not whole else self._saves.reserve(whole, placement.block_bytes)
-        if taken < whole:
-            self._stats.count_unsaved(refusal or QUEUE_FULL, whole - taken)
+        end = transfer.first_block + taken
+        if taken < count:
+            reason = WINDOW_GONE if taken == whole else refusal or QUEUE_FULL
+            self._note_gap(transfer.request_id, (end, transfer.first_block + count, reason))
         if not taken:
             return
         pieces = torch.empty((taken, placement.block_bytes), dtype=torch.uint8)
         placement.copy_out(transfer.engine_blocks, range(taken), pieces)
-        chain = Chain(transfer.chains[place]).first(transfer.first_block + taken)
-        self._saves.offer(_SaveJob(chain, transfer.first_block, pieces, transfer.traffic_class, pieces.nbytes))
+        chain = Chain(transfer.chains[place]).first(end)
+        job = _SaveJob(transfer.request_id, chain, transfer.first_block, pieces, transfer.traffic_class, pieces.nbytes)
+        self._saves.offer(job)
+
+    def _note_gap(self, request_id: str, gap: Gap) -> None:
+        with self._changed:
+            self._gaps[request_id] = min(gap, self._gaps.get(request_id, gap))
 
     def _store(self, job: _SaveJob) -> None:
         """On the saving thread."""
@@ -282,15 +295,24 @@ class WorkerHalf:
         except Exception as error:  # a bug; the thread goes on
             self._ready.steps.note("save", failure_of(error))
             report = PutReport([])
-        for result in report.results:
-            if result.status is PutStatus.REJECTED:
-                self._stats.count_unsaved(result.reason, 1)
-        if len(report.results) < len(views):
-            self._stats.count_unsaved(SKIPPED, len(views) - len(report.results))
+        self._note_unsaved(job, report)
         self._stats.add("stored_blocks", report.stored)
         self._stats.add("exists_blocks", report.exists)
         self._stats.add("saved_bytes", (report.stored + report.exists) * self._ready.placement.block_bytes)
         self._stats.add("save_seconds", time.monotonic() - began_s)
+
+    def _note_unsaved(self, job: _SaveJob, report: PutReport) -> None:
+        """What lies behind a block that is not stored can never be hit: the scheduler has to know."""
+        rejected = {n: result.reason for n, result in enumerate(report.results) if result.status is PutStatus.REJECTED}
+        first = min(rejected, default=len(report.results))
+        if rejected.get(first) in PASSING:
+            self._note_gap(job.request_id, (job.first_block + first, len(job.chain), rejected[first]))
+        elif first < len(job.pieces):
+            for reason in rejected.values():
+                self._stats.count_unsaved(reason, 1)
+            self._stats.count_unsaved(SKIPPED, len(job.pieces) - len(report.results))
+            with self._changed:
+                self._given_up.add(job.request_id)
 
     def _drop(self, job: _SaveJob) -> None:
         self._stats.count_unsaved("CLIENT_CLOSED", len(job.pieces))

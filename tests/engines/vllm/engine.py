@@ -1,36 +1,41 @@
-"""A real vLLM in a process of its own, told what to do line by line; run as a program, it is that process."""
+"""A real vLLM in a process of its own, told what to do command by command."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
-REPLY = "REPLY "
 ROOT = Path(__file__).parents[3]
 # vLLM's attention on a CPU dies by SIGILL when the first forward of a process has two tokens and its model is tiny, which a hit
 # on such a model makes of a prompt. So each engine begins with this one, shorter than a block.
 FIRST_PROMPT = list(range(3, 43))
+# To import them takes longer than to start an engine. One process does it once, and every engine is a fork of it. The servers of
+# the OpenAI interface are not: they have nothing in common, the seed of Python's own hashes included.
+PRELOADED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner")
+FORKS = multiprocessing.get_context("forkserver")
 
 
 class Engine:
     """What a test tells the process. Token ids in, token ids out."""
 
-    def __init__(self, process: subprocess.Popen[str], log_path: Path) -> None:
+    def __init__(self, process: BaseProcess, connection: Connection, log_path: Path) -> None:
         self._process = process
+        self._connection = connection
         self._log_path = log_path
 
     def generate(self, *prompts: list[int], **more: Any) -> list[dict[str, Any]]:
         """All prompts at once. Returns: for each its `tokens`, and `cached` tokens of the prompt.
 
-        More: `salt`, `lora` (name, directory), `traffic_class`, `max_tokens`.
+        More: `salt`, `lora` (name, directory), `traffic_class`, `max_tokens`; `reads_cache` False: its prompt is to be computed.
         """
         return self._ask("generate", prompts=list(prompts), **more)
 
@@ -40,7 +45,7 @@ class Engine:
 
     def namespace(self) -> bytes:
         """The namespace of the worker's KV, as on the wire."""
-        return bytes.fromhex(self._ask("namespace"))
+        return self._ask("namespace")
 
     def flush(self) -> None:
         """Wait until the store has all that was saved."""
@@ -55,14 +60,12 @@ class Engine:
         return self._log_path.read_text()
 
     def _ask(self, what: str, **more: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"what": what, **more}) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(REPLY):
-                return json.loads(line[len(REPLY) :])
-        raise AssertionError(f"the engine ended with {self._process.wait()}:\n{self.log()[-4000:]}")
+        try:
+            self._connection.send((what, more))
+            return self._connection.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            raise AssertionError(f"the engine ended with {self._process.exitcode}:\n{self.log()[-4000:]}") from None
 
 
 def transfer_config(target: str, **settings: Any) -> dict[str, Any]:
@@ -87,35 +90,30 @@ def environment() -> dict[str, str]:
 def engine(model: Path, log_path: Path, transfer: dict[str, Any] | None = None, **more: Any) -> Iterator[Engine]:
     """Start one, and end it in order. More: arguments of vllm.LLM."""
     arguments = {"model": str(model), "kv_transfer_config": transfer, **more}
-    with log_path.open("a") as log:
-        process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        )
+    ours, its = FORKS.Pipe()
+    process = FORKS.Process(target=be_engine, args=(its, arguments, str(log_path)))
+    process.start()
+    its.close()
     try:
-        yield Engine(process, log_path)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(120) == 0, log_path.read_text()[-4000:]
+        yield Engine(process, ours, log_path)
+        ours.close()
+        process.join(120)
+        assert process.exitcode == 0, log_path.read_text()[-4000:]
     finally:
+        ours.close()
         process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        process.join()
 
 
-def main() -> None:
+def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) -> None:
     """Be the process."""
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    warnings.simplefilter("ignore")  # those of vLLM and of torch about themselves
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
-
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what vLLM prints is no answer
 
     llm = LLM(
         **{
@@ -127,7 +125,7 @@ def main() -> None:
             "max_num_seqs": 8,
             "max_model_len": 4096,
             "disable_log_stats": False,
-            **json.loads(sys.argv[1]),
+            **arguments,
         }
     )
 
@@ -137,9 +135,16 @@ def main() -> None:
         lora: list[str] | None = None,
         traffic_class: str = "",
         max_tokens: int = 16,
+        reads_cache: bool = True,
     ) -> list[dict[str, Any]]:
         hints = {"kv_transfer_params": {"kvstore_traffic_class": traffic_class}} if traffic_class else None
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=hints)
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            extra_args=hints,
+            skip_reading_prefix_cache=not reads_cache,
+        )
         inputs = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt is not None else {})} for ids in prompts]
         request = LoRARequest(lora[0], int(lora[2]), lora[1]) if lora else None
         outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
@@ -162,17 +167,15 @@ def main() -> None:
     commands = {
         "generate": generate,
         "metrics": metrics,
-        "namespace": lambda: worker()._ready.spec.hex(),
+        "namespace": lambda: worker()._ready.spec,
         "flush": lambda: worker().flush(60),
         "reset": lambda: llm.reset_prefix_cache(reset_connector=True),
     }
     generate([FIRST_PROMPT], max_tokens=1)
-    for line in sys.stdin:
-        command = json.loads(line)
-        reply = commands[command.pop("what")](**command)
-        os.write(answers, f"{REPLY}{json.dumps(reply)}\n".encode())
+    while True:
+        try:
+            what, more = connection.recv()
+        except EOFError:
+            break
+        connection.send(commands[what](**more))
     llm.llm_engine.engine_core.shutdown()
-
-
-if __name__ == "__main__":
-    main()

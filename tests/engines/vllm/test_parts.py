@@ -198,10 +198,12 @@ def test_request_without_token_ids_for_good_has_no_name():
     assert not has_name(Request("r", None, SamplingParams(max_tokens=1), None, prompt_embeds=embeddings))
 
 
-def test_load_is_as_good_as_in_the_worker_with_the_least():
-    one = WorkerReport({"a": 3, "b": 4}, {"a"}, 10, 1.0)
-    other = WorkerReport({"a": 5, "b": 2}, {"b"}, 20, 2.0)
-    assert one.aggregate(other) == WorkerReport({"a": 3, "b": 2}, {"a", "b"}, 30, 3.0)
+def test_transfer_is_as_good_as_in_the_worker_with_the_least():
+    one = WorkerReport({"a": 3, "b": 4}, {"a"}, {"a"}, {"c": (2, 9, "X"), "d": (5, 9, "X")}, {"e"}, 10, 1.0)
+    other = WorkerReport({"a": 5, "b": 2}, {"b"}, set(), {"c": (1, 3, "Y")}, {"f"}, 20, 2.0)
+    assert one.aggregate(other) == WorkerReport(
+        {"a": 3, "b": 2}, {"a", "b"}, {"a"}, {"c": (1, 3, "Y"), "d": (5, 9, "X")}, {"e", "f"}, 30, 3.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,12 @@ def test_steps_that_compute_nothing_are_not_taken_for_those_that_do(hybrid):
         assert scheduler._benefit.prefill_s(100) >= 0.01
 
 
-@pytest.mark.parametrize(("waited_s", "blocks"), [(QUEUE_S / 2, 1), (QUEUE_S * 2, 0)])
-def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, waited_s, blocks):
-    """But a request does not wait for ever for those before it."""
+@pytest.mark.parametrize(
+    ("waited_s", "stored", "blocks", "is_absent"),
+    [(QUEUE_S / 2, True, 1, False), (QUEUE_S * 2, True, 0, False), (0, False, 0, True)],
+)
+def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, waited_s, stored, blocks, is_absent):
+    """But a request does not wait for ever for those before it. And what is stored need not be saved again."""
     transfer = transfer_config(store.target)
     config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
     caches = caches_of(HYBRID)
@@ -297,9 +302,15 @@ def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, wait
         )
         chain = filler.namespace(spec).chain(range(128))
         assert filler.namespace(spec).put(chain, bytes(placement.block_bytes)).stored == 1
+        if not stored:
+            assert filler.namespace(spec).delete(chain).failure is None
         namespace = client.namespace(spec)
         assert namespace.register(budget_s=30) is None
         worker._ready = _Ready(placement, namespace, StoreSteps(namespace), b"")
         load = Transfer("r", {PLACE: chain.data}, {}, 0, [[[1, 2, 3, 4]], [[5, 6, 7, 8]]], "")
         worker._load(load, PLACE, time.monotonic() - waited_s)
-        assert worker._done[0].valid_blocks == blocks
+        assert worker.finished_loads() == ({"r"}, set() if blocks else {"r"})
+        report = worker.report()
+        assert report is not None
+        assert report.loaded_blocks == {"r": blocks}
+        assert report.absent == ({"r"} if is_absent else set())

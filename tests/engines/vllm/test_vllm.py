@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -28,6 +29,8 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 
 PROMPTS = [prompt(tokens) for tokens in LENGTHS]
+# Enough for SmolLM2, which computes a token in the time that the small model takes for twenty.
+FEW_PROMPTS = [ids for ids in PROMPTS if len(ids) in (129, 256, 700)]
 # Goes on differently from the middle of another: its windows end where the other's were long past.
 BRANCH = PROMPTS[-1][:300] + prompt(100, 1)
 
@@ -54,10 +57,15 @@ def model(request):
 
 
 @pytest.fixture(scope="module")
-def plain_answers(model, tmp_path_factory):
+def prompts(model):
+    return FEW_PROMPTS if model.name == "smollm2" else PROMPTS
+
+
+@pytest.fixture(scope="module")
+def plain_answers(model, prompts, tmp_path_factory):
     """What vLLM answers without a connector, and with nothing cached."""
     with engine(model, tmp_path_factory.mktemp("log") / "plain.log", enable_prefix_caching=False) as plain:
-        return tokens_of([plain.generate(ids)[0] for ids in [*PROMPTS, BRANCH]])
+        return tokens_of([plain.generate(ids)[0] for ids in [*prompts, BRANCH]])
 
 
 @pytest.fixture(scope="module")
@@ -70,38 +78,42 @@ def start(model, store, tmp_path):
     """Start an engine with the store."""
 
     @contextmanager
-    def started(target: str = store.target, settings: dict | None = None, **more):
-        with engine(model, tmp_path / "engine.log", transfer_config(target, **(settings or {})), **more) as running:
+    def started(settings: dict | None = None, role: str = "kv_both", **more):
+        transfer = {**transfer_config(store.target, **(settings or {})), "kv_role": role}
+        with engine(model, tmp_path / "engine.log", transfer, **more) as running:
             yield running
 
     return started
 
 
 @both_models
-def test_process_that_computed_nothing_answers_the_same_from_what_another_stored(start, expected, plain_answers):
+def test_process_that_computed_nothing_answers_the_same_from_what_another_stored(
+    start, prompts, expected, plain_answers
+):
+    lengths = [len(ids) for ids in prompts]
     with start(max_num_batched_tokens=256, max_num_seqs=2) as first:  # long prompts in several steps
-        outputs = [first.generate(ids)[0] for ids in PROMPTS]
+        outputs = [first.generate(ids)[0] for ids in prompts]
         assert tokens_of(outputs) == expected
-        assert cached_of(outputs) == [0] * len(PROMPTS)
+        assert cached_of(outputs) == [0] * len(prompts)
         first.flush()
         counts = first.metrics()
         # Prompt and answer, but for the very last token, whose KV is not computed: full blocks of them are stored.
-        assert counts["kvstore_stored_blocks"] == sum((tokens + 15) // 128 for tokens in LENGTHS)
+        assert counts["kvstore_stored_blocks"] == sum((tokens + 15) // 128 for tokens in lengths)
         assert counts.get("kvstore_loaded_blocks", 0) == 0
     for caching in (True, False):
         with start(enable_prefix_caching=caching) as other:
-            outputs = other.generate(*PROMPTS)
+            outputs = other.generate(*prompts)
             assert tokens_of(outputs) == expected
-            assert cached_of(outputs) == [usable(tokens) for tokens in LENGTHS]
+            assert cached_of(outputs) == [usable(tokens) for tokens in lengths]
             counts = other.metrics()
-            assert counts["kvstore_hit_tokens"] == counts["kvstore_asked_tokens"] == sum(map(usable, LENGTHS))
-            assert counts["external_prefix_cache_hits"] == sum(map(usable, LENGTHS))
-            assert counts["kvstore_loaded_blocks"] == sum(map(usable, LENGTHS)) // 128
+            assert counts["kvstore_hit_tokens"] == counts["kvstore_asked_tokens"] == sum(map(usable, lengths))
+            assert counts["external_prefix_cache_hits"] == sum(map(usable, lengths))
+            assert counts["kvstore_loaded_blocks"] == sum(map(usable, lengths)) // 128
             # What vLLM has itself is not loaded again; without a cache of its own everything is.
-            again = other.generate(PROMPTS[-1])
+            again = other.generate(prompts[-1])
             assert tokens_of(again) == expected[-1:]
             loaded = other.metrics()["kvstore_loaded_blocks"] - counts["kvstore_loaded_blocks"]
-            assert loaded == (0 if caching else usable(LENGTHS[-1]) // 128)
+            assert loaded == (0 if caching else usable(lengths[-1]) // 128)
     with start() as third:
         branch = third.generate(BRANCH)
         assert cached_of(branch) == [256]
@@ -312,7 +324,7 @@ def test_start_that_could_not_go_well_is_refused_naming_what_to_change(hybrid, t
 
 
 def test_adapters_of_one_name_and_other_weights_share_nothing(smollm2, store, tmp_path):
-    ids = PROMPTS[-1]
+    ids = prompt(257)
     one, two = save_lora(tmp_path / "one" / "lora", 1), save_lora(tmp_path / "two" / "lora", 2)
     with engine(smollm2, tmp_path / "1.log", transfer_config(store.target), enable_lora=True, max_lora_rank=8) as first:
         answers = {None: tokens_of(first.generate(ids))}
@@ -333,7 +345,7 @@ def test_adapters_of_one_name_and_other_weights_share_nothing(smollm2, store, tm
 
 
 def test_hit_that_is_not_worth_it_is_computed_and_counted(start, expected):
-    with start(settings={"min_hit_tokens": 512}, enable_prefix_caching=False) as running:
+    with start({"min_hit_tokens": 512}, enable_prefix_caching=False) as running:
         running.generate(*PROMPTS)
         running.flush()
         outputs = running.generate(*PROMPTS)
@@ -341,6 +353,85 @@ def test_hit_that_is_not_worth_it_is_computed_and_counted(start, expected):
         assert cached_of(outputs) == [usable(tokens) if usable(tokens) >= 512 else 0 for tokens in LENGTHS]
         turned_down = sum(usable(tokens) for tokens in LENGTHS if usable(tokens) < 512)
         assert running.metrics()["kvstore_not_worth_it_tokens"] == turned_down
+
+
+@pytest.mark.parametrize("model", ["smollm2"], indirect=True, scope="module")  # slow enough to be asked about in time
+def test_request_that_must_compute_its_prompt_asks_for_no_hit_and_is_saved(start, expected):
+    """vLLM loads nothing for it, as when the log-probabilities of its prompt are asked for."""
+    ids = FEW_PROMPTS[1]
+    with start(enable_prefix_caching=False) as running:
+        for _ in range(2):
+            assert running.generate(ids, reads_cache=False) == [{"tokens": expected[1], "cached": 0}]
+            running.flush()
+        counts = running.metrics()
+        assert counts["kvstore_stored_blocks"] == len(ids) // 128
+        assert counts.get("kvstore_exists_blocks", 0) == 0
+        assert counts.get("kvstore_asked_tokens", 0) == 0
+        assert cached_of(running.generate(ids)) == [usable(len(ids))]
+
+
+def test_producer_only_saves_and_consumer_only_loads(start, expected):
+    with start(role="kv_producer", enable_prefix_caching=False) as producer:
+        for _ in range(2):
+            outputs = producer.generate(*PROMPTS[:-1])
+            assert tokens_of(outputs) == expected[:-1]
+            assert cached_of(outputs) == [0] * len(outputs)
+            producer.flush()
+        assert producer.metrics().get("kvstore_asked_tokens", 0) == 0
+    with start(role="kv_consumer") as consumer:
+        outputs = consumer.generate(*PROMPTS)
+        assert tokens_of(outputs) == expected
+        assert cached_of(outputs)[:-1] == [usable(tokens) for tokens in LENGTHS[:-1]]
+        consumer.flush()
+        assert consumer.metrics().get("kvstore_stored_blocks", 0) == 0
+
+
+# A request of so many tokens is under way for some seconds. Of a model with windows these would be gone by then.
+LONG = 1000
+without_windows = pytest.mark.parametrize("model", ["small"], indirect=True, scope="module")
+
+
+@without_windows
+def test_what_the_queue_had_no_room_for_is_saved_when_it_has(start, store, tmp_path):
+    """And nothing is ever stored behind a gap, where it could not be hit."""
+    ids, other_ids = PROMPTS[-1], prompt(700, 2)
+    with start() as first:
+        block_bytes = NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(first.namespace())).block_bytes
+    with start({"max_pending_save_bytes": block_bytes - 1}) as first:
+        first.generate(ids)
+        first.generate(prompt(100))
+        assert first.metrics()["kvstore_unsaved_blocks:QUEUE_FULL"] == len(ids) // 128
+    with start({"max_pending_save_bytes": 2 * block_bytes}) as first:
+        ids = ids + first.generate(ids, max_tokens=100)[0]["tokens"]  # fills a block behind those there was no room for
+        first.flush()
+        first.generate(other_ids, max_tokens=LONG)
+        first.flush()
+    with start() as other, KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as client:
+        namespace = namespace_of(client, other)
+        chain = namespace.chain(ids)
+        statuses = namespace.get(chain, bytearray(len(chain) * block_bytes)).statuses
+        assert list(statuses) == sorted(statuses, key="OK".__ne__)
+        assert cached_of(other.generate(other_ids)) == [usable(len(other_ids))]
+
+
+@without_windows
+def test_request_begun_without_a_store_is_saved_once_there_is_one(model, tmp_path):
+    ids = PROMPTS[-1]
+    with running_server(tmp_path / "store", "--capacity", "4GiB") as store:
+        target = store.target
+    with (
+        engine(model, tmp_path / "engine.log", transfer_config(target, base_budget_s=1)) as running,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert cached_of(running.generate(prompt(100))) == [0]
+        answer = thread.submit(running.generate, ids, max_tokens=LONG)
+        with running_server(tmp_path / "store", "--capacity", "4GiB", listen=target):
+            assert cached_of(answer.result()) == [0]
+            running.flush()
+            print(running.metrics(), running.log()[-3000:])
+            assert sum(n for name, n in running.metrics().items() if name.startswith("kvstore_misses")) == 1
+            with engine(model, tmp_path / "other.log", transfer_config(target)) as other:
+                assert cached_of(other.generate(ids)) == [usable(len(ids))]
 
 
 def test_json_in_the_docs_is_what_the_tests_start_vllm_with():
