@@ -8,6 +8,7 @@ locked in the store: what a look-up found can be gone when it is loaded, and is 
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +33,10 @@ _LOADS: Final = 4
 _STORES: Final = 2
 _QUEUE_FULL: Final = "QUEUE_FULL"
 
-_LOGGER = init_logger("kvstore_engine.lmcache")  # LMCache's format, for all of the plug
+# In LMCache's log and format: what the plug says, and that the client's store stopped answering or is back.
+for _name in ("kvstore_engine", "kvstore_client"):
+    init_logger(_name)
+_LOGGER = logging.getLogger("kvstore_engine.lmcache")
 
 
 class KVStoreL2Adapter(L2AdapterInterface):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import time
@@ -130,6 +132,55 @@ def test_a_store_that_dies_between_the_look_up_and_the_load_is_a_miss(tmp_path):
         assert not any(node.prefetch(ENGINE, KEYS))
         load_status = node.adapter.report_status()["load"]
         assert load_status["failures"], load_status
+
+
+@pytest.mark.parametrize(("step", "slow_from"), [("match", "prefetch"), ("get", "load")])
+def test_many_chains_at_a_slow_store_together_take_no_longer_than_four_calls(tmp_path, step, slow_from):
+    """Each call ends within its own budget, so that nothing else would end the batch; the calls that were made count."""
+    chains = 40
+    keys = ENGINE.keys(range(chains * CHUNK))
+    with running_server(tmp_path / "data") as server, fault_proxy(server.target) as proxy:
+        with running_node(params(server.target, base_budget_s=10.0)) as node:
+            for key in keys:  # that nobody looked up: each is a chain of its own
+                assert node.save(ENGINE, [key]) == 1
+        with running_node(params(proxy.target, base_budget_s=0.5, breaker_failures=0)) as node:
+            node.prefetch(ENGINE, keys)  # connected, registered
+            node.forget()
+            load = node.adapter.submit_load_task
+
+            def make_slow_and_load(keys, objects):
+                proxy.set(Fault(delay_s=0.1))
+                return load(keys, objects)
+
+            if slow_from == "load":
+                node.adapter.submit_load_task = make_slow_and_load
+            else:
+                proxy.set(Fault(delay_s=0.1))
+            before = node.adapter._store.client.stats().calls.get(step, 0)
+            hits = node.prefetch(ENGINE, keys)
+            calls = node.adapter._store.client.stats().calls[step] - before
+    assert calls <= 4 * 0.5 / 0.2 + 1  # 0.2 s each, and the last one cut short
+    assert hits == [True] * hits.count(True) + [False] * hits.count(False)
+    assert not all(hits)
+
+
+def test_that_the_store_stopped_answering_and_that_it_is_back_is_in_lmcaches_log(tmp_path, monkeypatch):
+    log = io.StringIO()
+    for handler in logging.getLogger("kvstore_client").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            monkeypatch.setattr(handler, "stream", log)
+    with running_server(tmp_path / "data") as server, running_node(params(server.target)) as node:
+        stored(node)
+        server.kill()
+        assert not any(node.prefetch(ENGINE, KEYS))
+        again = start_server(tmp_path / "data", tmp_path, listen=server.target)
+        try:
+            until_all_hit(node)
+        finally:
+            again.kill()
+    lines = [line for line in log.getvalue().splitlines() if "LMCache" in line]
+    assert any("does not answer" in line for line in lines), lines
+    assert any("answers again" in line for line in lines), lines
 
 
 @pytest.mark.parametrize("place", [0, 2, 5])
