@@ -33,6 +33,10 @@ MAX_SEGMENTS: Final = 256
 _PATIENCE_CALLS: Final = 4
 BATCH_DEADLINE: Final = "BATCH_DEADLINE"  # that time is up
 _SHORT_HASH: Final = "LMCache's hashes are too short to tell contents apart; start it with --hash-algorithm blake3"
+_OTHER_WEIGHTS: Final = (
+    "the model's files have changed since the start, and nobody knows which weights made this KV; "
+    "restart `lmcache server`, whose own memory has the old ones' too"
+)
 _LOGGER = logging.getLogger("kvstore_engine.lmcache")
 
 
@@ -152,6 +156,8 @@ class ObjectStore:
         return _Row(shelf, places, [name for name in names if name is not None])
 
     def _shelf(self, kind: Kind) -> _Shelf | str:
+        if self.settings.weights is not None and self.settings.weights.changed():
+            return _OTHER_WEIGHTS
         with self._lock:
             shelf = self._shelves.get(kind)
             if shelf is None:
