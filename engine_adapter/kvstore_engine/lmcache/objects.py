@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import lmcache
 
 from kvstore_api.chain import Chain
-from kvstore_client import KVStoreClient, PutStatus
+from kvstore_api.namespace import NamespaceSpecError
+from kvstore_client import KVStoreClient, KVStoreConfigError, PutStatus
 from kvstore_client.buffers import byte_view
 from kvstore_client.results import BLOCK_OK
 from kvstore_engine.lmcache.identity import Kind, Layout, chain_links, object_name
@@ -70,7 +71,9 @@ class ObjectStore:
     """LMCache's objects in the namespaces of one store. Any thread may call anything."""
 
     def __init__(self, settings: LMCacheSettings) -> None:
+        """Sends nothing. Raises: KVStoreConfigError: the settings make no namespace, whatever the objects are."""
         self.settings = settings
+        _check_namespace(settings)
         self.client = KVStoreClient(settings.plug.client)
         self._lock = threading.Lock()
         self._shelves: dict[Kind, _Shelf | str] = {}  # or why there is none
@@ -221,6 +224,14 @@ class ObjectStore:
             raise ValueError(f"an object of {shelf.size_bytes} bytes has {len(view)}")
         size = len(view) // self._per_object
         return [view[piece * size : (piece + 1) * size] for piece in range(self._per_object)]
+
+
+def _check_namespace(settings: LMCacheSettings) -> None:
+    any_kind = Kind(settings.lmcache_model, 0, 0, Layout(((settings.chunk_size,),), ("uint8",), settings.chunk_size))
+    try:
+        any_kind.spec(settings, lmcache.__version__).validate()
+    except NamespaceSpecError as error:
+        raise KVStoreConfigError("INVALID_CONFIG", str(error)) from None
 
 
 def _split(statuses: Sequence[str], count: int) -> Iterator[Sequence[str]]:

@@ -257,6 +257,8 @@ def test_hits_below_the_least_are_left_in_the_store(tmp_path):
         pytest.param({"hash_algorithm": "sha256_cbor"}, "set PYTHONHASHSEED", id="hash with a seed per process"),
         pytest.param({"model": ""}, "model is not set", id="no model"),
         pytest.param({"revision": ""}, "cannot be told from others", id="revision neither given nor found"),
+        pytest.param({"revision": "r" * 5000}, "revision has 5000 bytes", id="revision too long for a namespace"),
+        pytest.param({"tenant": "\ud800"}, "tenant is no valid Unicode", id="text that is none"),
         pytest.param({"target": "nowhere"}, "target", id="impossible target"),
         pytest.param({"kv_dtype": 8}, "kv_dtype is 8", id="number for text"),
     ],
