@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
+from lmcache.v1.distributed.eviction import L2EvictionPolicy
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
+from kvstore_client import KVStoreConfigError
 from kvstore_engine.lmcache.identity import Layout
 from kvstore_engine.lmcache.objects import ObjectStore
 from kvstore_engine.lmcache.settings import LMCacheSettings
@@ -107,6 +109,21 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """The tasks that have ended since the last call: a success if the store has confirmed all objects."""
         done = self._stores.take_all()
         return {task: L2StoreResult(all(batch.done), batch.moved_bytes) for task, batch in done.items()}
+
+    def register_listener(self, listener: Any) -> None:  # noqa: ANN401 - LMCache's L2AdapterListener
+        """As LMCache's. Raises: KVStoreConfigError: it is LMCache's eviction, which would delete nothing, again and again."""
+        if isinstance(listener, L2EvictionPolicy):
+            raise KVStoreConfigError(
+                "INVALID_CONFIG",
+                "eviction is set for this adapter, and a kvstore has its own for all its users; leave it out",
+            )
+        super().register_listener(listener)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Refused, as LMCache would report objects as deleted that are not. Raises: NotImplementedError."""
+        raise NotImplementedError(
+            f"{len(keys)} objects stay in the kvstore; remove them there, as with `kvstore-admin evict`"
+        )
 
     def report_status(self) -> dict[str, Any]:
         """Counts since the start, and what calls would be refused now.

@@ -35,9 +35,18 @@ class Server:
 
     def adapter(self) -> dict:
         """What its status says of the plug."""
+        return self._call("GET", "/status")["storage_manager"]["l2_adapters"][0]
+
+    def delete(self, key: dict) -> dict:
+        """Have LMCache delete an object from its second level."""
+        return self._call("DELETE", "/cache/objects", {"keys": [key], "tier": "l2"})
+
+    def _call(self, method: str, path: str, body: dict | None = None) -> dict:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{self.http_port}/status", timeout=10) as reply:
-            return json.load(reply)["storage_manager"]["l2_adapters"][0]
+        data, headers = json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
+        url = f"http://127.0.0.1:{self.http_port}{path}"
+        with opener.open(urllib.request.Request(url, data, headers, method=method), timeout=10) as reply:
+            return json.load(reply)
 
     def bench(self, first: int) -> dict[str, list[str]]:
         """Store each prompt, or load it if it is there; empty the engine's KV, load it, and compare.
@@ -136,6 +145,9 @@ def test_what_lmcaches_bench_stores_through_one_server_it_loads_through_another_
             assert loaded["cold"] == loaded["warm"] == all_hit
             assert loaded["loaded"] == stored["stored"]
             assert server.adapter()["load"]["good_keys"] >= PROMPTS * CHUNKS * RANKS
+            told = server.delete({"chunk_hash_hex": "00" * 32, "model_name": MODEL, "kv_rank": 0})
+            assert (told["ok"], told["deleted"]) == (False, 0)  # LMCache's default is to say that it is done
+            assert "kvstore-admin" in told["error"]
             store.kill()
             alone = server.bench(100)
             assert alone["cold"] == none_hit

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from lmcache_node import CHUNK, MODEL, Engine, kv_bytes, running_node
+from lmcache.v1.distributed.config import EvictionConfig
+from lmcache_node import CHUNK, MODEL, Engine, Node, kv_bytes, running_node
 
 from fault_proxy import Fault, fault_proxy
 from kvstore_client import KVStoreConfigError
@@ -268,6 +269,11 @@ def test_a_setting_that_cannot_work_stops_lmcache_and_names_it(given, told, monk
     settings = {**params("127.0.0.1:9"), **given}
     with pytest.raises(KVStoreConfigError, match=told), running_node(settings):
         pass
+
+
+def test_eviction_by_lmcache_which_could_not_delete_anything_stops_it_and_is_named():
+    with pytest.raises(KVStoreConfigError, match="eviction is set for this adapter"):
+        Node(params("127.0.0.1:9"), eviction=EvictionConfig("IsolatedLRU"))
 
 
 def test_a_hash_with_a_seed_that_all_processes_share_is_taken(monkeypatch):
