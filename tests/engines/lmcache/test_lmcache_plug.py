@@ -166,6 +166,7 @@ def test_objects_that_lmcache_has_itself_are_not_loaded_and_the_rest_is(server, 
         pytest.param({}, {"model": "another"}, "of model 'another'", id="another model"),
         pytest.param({}, {"dtype": "uint8"}, "set kv_dtype", id="bytes without a type"),
         pytest.param({"chunk_size": 128}, {}, "chunk_size is 128", id="another chunk size"),
+        pytest.param({}, {"dtype": "uint8", "shape": (32768,)}, "leave its serde off", id="what a serde made"),
     ],
 )
 def test_objects_whose_identity_is_not_known_are_neither_stored_nor_loaded_and_the_status_says_why(
