@@ -135,10 +135,10 @@ class FaultProxy:
         try:
             await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            _reset(far_writer)  # first: the wait below may be cancelled
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            _reset(far_writer)
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, from_server: bool) -> None:
         """One direction. Reading and writing are apart, so that what is delayed does not hold up what follows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import time
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ _IGNORED: Final = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt"
 _SNAPSHOT: Final = re.compile(r"/snapshots/([0-9a-f]{40})/?$")
 _HUB_NAME: Final = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}/?$")
 _READ_BYTES: Final = 4 << 20
+_WATCH_S: Final = 1.0  # an engine takes longer to load weights
 
 
 def model_name(model: str) -> str:
@@ -42,9 +44,7 @@ def model_revision(model: str, given: str, *, key: str = "revision") -> str:
     """
     if given.strip():
         return given
-    path = Path(model or "model without a name")
-    if not path.exists():
-        path = _hub_snapshot(model) or path
+    path = _path(model)
     commit = _SNAPSHOT.search(str(path))
     if commit is not None:
         return commit.group(1)
@@ -69,8 +69,33 @@ def weights_fingerprint(path: Path) -> str:
     files = _files(path)
     if not any(file.suffix != ".json" for file in files):
         raise FileNotFoundError(f"there are no weights at {path}")
-    stats = [(file, file.stat()) for file in files]
-    return _fingerprint(tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
+    return _fingerprint(_stamps(files))
+
+
+class WeightsWatch:
+    """Whether a model's files still are those of its revision, for a plug that outlives the engine. Any thread may ask."""
+
+    def __init__(self, model: str) -> None:
+        """To be made before `model_revision` reads the files, so that no change is overlooked."""
+        self._model = model
+        self._before = self._look()
+        self._next_s = time.monotonic() + _WATCH_S
+        self._changed = False
+
+    def changed(self) -> bool:
+        """Whether they have changed at any time: looks at most once a second, and costs some file stats then."""
+        now_s = time.monotonic()
+        if not self._changed and now_s >= self._next_s:
+            self._next_s = now_s + _WATCH_S
+            files = self._look()
+            self._changed = bool(files) and files != self._before  # no engine loads what is gone
+        return self._changed
+
+    def _look(self) -> tuple[tuple[Path, int, int], ...]:
+        try:
+            return _stamps(_files(_path(self._model)))
+        except OSError:
+            return ()
 
 
 def config_digest(config: dict[str, object]) -> str:
@@ -88,6 +113,16 @@ def _fingerprint(files: tuple[tuple[Path, int, int], ...]) -> str:
             while piece := file.read(_READ_BYTES):
                 digest.update(piece)
     return f"xxh3-128:{digest.hexdigest()}"
+
+
+def _stamps(files: list[Path]) -> tuple[tuple[Path, int, int], ...]:
+    stats = [(file, file.stat()) for file in files]
+    return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+def _path(model: str) -> Path:
+    path = Path(model or "model without a name")
+    return path if path.exists() else _hub_snapshot(model) or path
 
 
 def _files(path: Path) -> list[Path]:

@@ -98,15 +98,22 @@ class StoreSteps:
         return chain
 
     def look_up(
-        self, chain: Chain, traffic_class: str | None, *, peek: bool = False, patience_s: float = 0.0
+        self,
+        chain: Chain,
+        traffic_class: str | None,
+        *,
+        peek: bool = False,
+        patience_s: float = 0.0,
+        budget_s: float | None = None,
     ) -> MatchResult:
         """Ask the store for the longest leading part of `chain`; a failure is a result.
 
         Args:
             peek: this is no use of the blocks, and does not count in the hit rate.
             patience_s: what the call may take beyond its usual time.
+            budget_s: what it may take, instead of its usual time.
         """
-        budget_s = self._budget_s(len(chain.data), patience_s)
+        budget_s = budget_s or self._budget_s(len(chain.data), patience_s)
         match = _guarded(
             lambda: self._namespace.match(chain, traffic_class or "", peek=peek, budget_s=budget_s),
             lambda failure: MatchResult(failure=failure),

@@ -8,14 +8,17 @@ locked in the store: what a look-up found can be gone when it is loaded, and is 
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.logging import init_logger
+from lmcache.v1.distributed.eviction import L2EvictionPolicy
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
+from kvstore_client import KVStoreConfigError
 from kvstore_engine.lmcache.identity import Layout
 from kvstore_engine.lmcache.objects import ObjectStore
 from kvstore_engine.lmcache.settings import LMCacheSettings
@@ -32,7 +35,10 @@ _LOADS: Final = 4
 _STORES: Final = 2
 _QUEUE_FULL: Final = "QUEUE_FULL"
 
-_LOGGER = init_logger("kvstore_engine.lmcache")  # LMCache's format, for all of the plug
+# In LMCache's log and format: what the plug says, and that the client's store stopped answering or is back.
+for _name in ("kvstore_engine", "kvstore_client"):
+    init_logger(_name)
+_LOGGER = logging.getLogger("kvstore_engine.lmcache")
 
 
 class KVStoreL2Adapter(L2AdapterInterface):
@@ -103,6 +109,21 @@ class KVStoreL2Adapter(L2AdapterInterface):
         """The tasks that have ended since the last call: a success if the store has confirmed all objects."""
         done = self._stores.take_all()
         return {task: L2StoreResult(all(batch.done), batch.moved_bytes) for task, batch in done.items()}
+
+    def register_listener(self, listener: Any) -> None:  # noqa: ANN401 - LMCache's L2AdapterListener
+        """As LMCache's. Raises: KVStoreConfigError: it is LMCache's eviction, which would delete nothing, again and again."""
+        if isinstance(listener, L2EvictionPolicy):
+            raise KVStoreConfigError(
+                "INVALID_CONFIG",
+                "eviction is set for this adapter, and a kvstore has its own for all its users; leave it out",
+            )
+        super().register_listener(listener)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Refused, as LMCache would report objects as deleted that are not. Raises: NotImplementedError."""
+        raise NotImplementedError(
+            f"{len(keys)} objects stay in the kvstore; remove them there, as with `kvstore-admin evict`"
+        )
 
     def report_status(self) -> dict[str, Any]:
         """Counts since the start, and what calls would be refused now.

@@ -74,13 +74,13 @@ class Kind:
         """Why such objects are not kept: empty if they are."""
         if self.lmcache_model != settings.lmcache_model:
             return f"LMCache's key is of model {self.lmcache_model!r}, and this plug keeps {settings.lmcache_model!r}"
-        if not settings.kv_dtype and _BYTES_ONLY & set(self.layout.dtypes):
-            return f"the KV is {self.layout}, which does not say what its numbers are; set kv_dtype, such as 'fp8_e4m3'"
         if not all(settings.chunk_size in shape for shape in self.layout.shapes):
             return (
                 f"chunk_size is {settings.chunk_size}, but LMCache's objects are {self.layout}, which have not so many tokens; "
                 "set chunk_size to that of `lmcache server`, and leave its serde off"
             )
+        if not settings.kv_dtype and _BYTES_ONLY & set(self.layout.dtypes):
+            return f"the KV is {self.layout}, which does not say what its numbers are; set kv_dtype, such as 'fp8_e4m3'"
         return self._refusal_of_size(settings.pieces)
 
     def _refusal_of_size(self, pieces: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import lmcache
 
 from kvstore_api.chain import Chain
-from kvstore_client import KVStoreClient, PutStatus
+from kvstore_api.namespace import NamespaceSpecError
+from kvstore_client import KVStoreClient, KVStoreConfigError, PutStatus
 from kvstore_client.buffers import byte_view
 from kvstore_client.results import BLOCK_OK
 from kvstore_engine.lmcache.identity import Kind, Layout, chain_links, object_name
@@ -27,7 +29,15 @@ if TYPE_CHECKING:
 
 # Chains that one look-up follows behind each other. Every answer about generated tokens of a conversation can be one.
 MAX_SEGMENTS: Final = 256
+# A look-up or a load of many chains makes many calls, and a request waits for all of them: together they get the time of so
+# many calls, beside that for their bytes.
+_PATIENCE_CALLS: Final = 4
+BATCH_DEADLINE: Final = "BATCH_DEADLINE"  # that time is up
 _SHORT_HASH: Final = "LMCache's hashes are too short to tell contents apart; start it with --hash-algorithm blake3"
+_OTHER_WEIGHTS: Final = (
+    "the model's files have changed since the start, and nobody knows which weights made this KV; "
+    "restart `lmcache server`, whose own memory has the old ones' too"
+)
 _LOGGER = logging.getLogger("kvstore_engine.lmcache")
 
 
@@ -61,7 +71,9 @@ class ObjectStore:
     """LMCache's objects in the namespaces of one store. Any thread may call anything."""
 
     def __init__(self, settings: LMCacheSettings) -> None:
+        """Sends nothing. Raises: KVStoreConfigError: the settings make no namespace, whatever the objects are."""
         self.settings = settings
+        _check_namespace(settings)
         self.client = KVStoreClient(settings.plug.client)
         self._lock = threading.Lock()
         self._shelves: dict[Kind, _Shelf | str] = {}  # or why there is none
@@ -69,10 +81,10 @@ class ObjectStore:
 
     def look_up(self, keys: Sequence[Any], layouts: Mapping[int, Layout]) -> Batch:
         """Which objects are there. `layouts`: of each object group. Keys of one kind and salt are a request's, in order."""
-        done = [False] * len(keys)
+        done, end_s = [False] * len(keys), self._end_s(0)
         for row in self._rows(keys, [layouts.get(key.object_group_id) for key in keys]):
-            segments, failure = self._segments(row)
-            row.shelf.book.asked(row.names, None if failure else segments)
+            segments, failure = self._segments(row, end_s)
+            row.shelf.book.asked(row.names, segments, whole=not failure)
             self._mark(done, row, segments)
             if failure:
                 return Batch(done, failure=failure)
@@ -81,10 +93,15 @@ class ObjectStore:
     def load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Batch:
         """Bring objects into LMCache's memory; those that are not `done` have undefined contents."""
         done, failure = [False] * len(keys), ""
+        end_s = self._end_s(sum(memory_object.get_size() for memory_object in objects))
         for row, run, places in self._runs(keys, objects):
+            budget_s = self._budget_s(len(places) * row.shelf.size_bytes, end_s)
+            if not budget_s:
+                failure = BATCH_DEADLINE
+                break
             views = [piece for place in places for piece in self._pieces(objects[place], row.shelf)]
             result = row.shelf.steps.fetch_blocks(
-                self._chain(run.names), views, first_block=run.first * self._per_object
+                self._chain(run.names), views, first_block=run.first * self._per_object, budget_s=budget_s
             )
             for place, statuses in zip(places, _split(result.statuses, self._per_object), strict=False):
                 done[place] = len(statuses) == self._per_object and all(status == BLOCK_OK for status in statuses)
@@ -142,6 +159,8 @@ class ObjectStore:
         return _Row(shelf, places, [name for name in names if name is not None])
 
     def _shelf(self, kind: Kind) -> _Shelf | str:
+        if self.settings.weights is not None and self.settings.weights.changed():
+            return _OTHER_WEIGHTS
         with self._lock:
             shelf = self._shelves.get(kind)
             if shelf is None:
@@ -162,12 +181,24 @@ class ObjectStore:
         if not known:
             _LOGGER.warning("objects are not kept: %s; this is not logged again", reason)
 
-    def _segments(self, row: _Row) -> tuple[list[tuple[int, int]], str]:
+    def _end_s(self, size_bytes: int) -> float:
+        config = self.client.config
+        return time.monotonic() + (_PATIENCE_CALLS - 1) * config.base_budget_s + config.budget_s(size_bytes)
+
+    def _budget_s(self, size_bytes: int, end_s: float) -> float:
+        """A call's usual time, or what is left of its batch's: 0 if nothing is."""
+        return max(0.0, min(self.client.config.budget_s(size_bytes), end_s - time.monotonic()))
+
+    def _segments(self, row: _Row, end_s: float) -> tuple[list[tuple[int, int]], str]:
         """[first, end) of each chain in which the row's objects are, one behind the other; and why there are no more."""
         segments: list[tuple[int, int]] = []
         first = 0
         while first < len(row.names) and len(segments) < MAX_SEGMENTS:
-            match = row.shelf.steps.look_up(self._chain(row.names[first:]), self.settings.plug.traffic_class)
+            chain = self._chain(row.names[first:])
+            budget_s = self._budget_s(len(chain.data), end_s)
+            if not budget_s:
+                return segments, BATCH_DEADLINE
+            match = row.shelf.steps.look_up(chain, self.settings.plug.traffic_class, budget_s=budget_s)
             if match.failure is not None:
                 return segments, match.failure.reason
             objects = match.hit_length_blocks // self._per_object
@@ -193,6 +224,14 @@ class ObjectStore:
             raise ValueError(f"an object of {shelf.size_bytes} bytes has {len(view)}")
         size = len(view) // self._per_object
         return [view[piece * size : (piece + 1) * size] for piece in range(self._per_object)]
+
+
+def _check_namespace(settings: LMCacheSettings) -> None:
+    any_kind = Kind(settings.lmcache_model, 0, 0, Layout(((settings.chunk_size,),), ("uint8",), settings.chunk_size))
+    try:
+        any_kind.spec(settings, lmcache.__version__).validate()
+    except NamespaceSpecError as error:
+        raise KVStoreConfigError("INVALID_CONFIG", str(error)) from None
 
 
 def _split(statuses: Sequence[str], count: int) -> Iterator[Sequence[str]]:

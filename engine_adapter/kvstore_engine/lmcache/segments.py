@@ -44,18 +44,20 @@ class SegmentBook:
         # Name -> the object before it, as far as known, and the first object of the segment in which the store has it, if it has.
         self._entries: OrderedDict[bytes, tuple[bytes | None, bytes | None]] = OrderedDict()
 
-    def asked(self, names: Sequence[bytes], segments: Sequence[tuple[int, int]] | None) -> None:
+    def asked(self, names: Sequence[bytes], segments: Sequence[tuple[int, int]], *, whole: bool = True) -> None:
         """A look-up named a request's objects, from the first one on.
 
-        Args: segments: [first, end) of each chain in which the store has them; None: nobody knows.
+        Args:
+            segments: [first, end) of each chain in which the store has them.
+            whole: it has no more of them; else nobody knows.
         """
         roots: list[bytes | None] = [None] * len(names)
-        for first, end in segments or ():
+        for first, end in segments:
             roots[first:end] = [names[first]] * (end - first)
         with self._lock:
             for place, name in enumerate(names):
                 known = self._entries.get(name, (None, None))[1]
-                self._set(name, names[place - 1] if place else None, known if segments is None else roots[place])
+                self._set(name, names[place - 1] if place else None, roots[place] or (None if whole else known))
 
     def stored(self, names: Sequence[bytes], first: int) -> None:
         """The store has `names[first:]` in the chain that is `names`."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_client import KVStoreConfigError
-from kvstore_engine.model_identity import model_revision
+from kvstore_engine.model_identity import WeightsWatch, model_revision
 from kvstore_engine.plug_settings import PlugSettings
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class LMCacheSettings:
         chunk_size: tokens of an object, as in `lmcache server --chunk-size`.
         hash_algorithm: as in `lmcache server --hash-algorithm`.
         kv_dtype: what the numbers of the KV are, if their type in memory does not say it; empty if it does.
+        weights: the files that the revision was found from; None if it was given.
     """
 
     plug: PlugSettings
@@ -40,6 +41,7 @@ class LMCacheSettings:
     chunk_size: int
     hash_algorithm: str
     kv_dtype: str
+    weights: WeightsWatch | None
 
     @property
     def pieces(self) -> int:
@@ -53,6 +55,7 @@ class LMCacheSettings:
         if not plug.model:
             raise _refused("model is not set, wanted is the model's name in the store")
         lmcache_model = _text(given, "lmcache_model", plug.model)
+        weights = None if plug.revision.strip() else WeightsWatch(lmcache_model)
         return cls(
             plug,
             model_revision(lmcache_model, plug.revision),
@@ -60,6 +63,7 @@ class LMCacheSettings:
             _chunk_size(given.get("chunk_size", LMCACHE_CHUNK_SIZE)),
             _hash_algorithm(_text(given, "hash_algorithm", "blake3")),
             _text(given, "kv_dtype", ""),
+            weights,
         )
 
 

@@ -59,13 +59,15 @@ def kv_bytes(key: ObjectKey, size_bytes: int) -> torch.Tensor:
 class Node:
     """A storage manager, and the calls that an engine causes."""
 
-    def __init__(self, params: dict[str, object]) -> None:
+    def __init__(self, params: dict[str, object], eviction: EvictionConfig | None = None) -> None:
         plug = {"module_path": "kvstore_engine.lmcache", "class_name": "KVStoreL2Adapter", "adapter_params": params}
+        adapter = PluginL2AdapterConfig.from_dict(plug)
+        adapter.eviction_config = eviction
         memory = L1MemoryManagerConfig(size_in_bytes=64 << 20, use_lazy=False, shm_name="")
         config = StorageManagerConfig(
             L1ManagerConfig(memory),
             EvictionConfig("noop"),
-            L2AdaptersConfig([PluginL2AdapterConfig.from_dict(plug)]),
+            L2AdaptersConfig([adapter]),
         )
         self.manager = StorageManager(config)
         (self.adapter,) = [adapter for _, adapter in self.manager.l2_adapters()]

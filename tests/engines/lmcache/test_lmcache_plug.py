@@ -166,6 +166,7 @@ def test_objects_that_lmcache_has_itself_are_not_loaded_and_the_rest_is(server, 
         pytest.param({}, {"model": "another"}, "of model 'another'", id="another model"),
         pytest.param({}, {"dtype": "uint8"}, "set kv_dtype", id="bytes without a type"),
         pytest.param({"chunk_size": 128}, {}, "chunk_size is 128", id="another chunk size"),
+        pytest.param({}, {"dtype": "uint8", "shape": (32768,)}, "leave its serde off", id="what a serde made"),
     ],
 )
 def test_objects_whose_identity_is_not_known_are_neither_stored_nor_loaded_and_the_status_says_why(
@@ -179,6 +180,33 @@ def test_objects_whose_identity_is_not_known_are_neither_stored_nor_loaded_and_t
         assert not any(node.prefetch(engine, keys))
         (told,) = counts(node)["not_kept"]
         assert reason in told
+
+
+def test_weights_that_change_on_disk_under_a_running_lmcache_end_the_use_of_the_store(server, tmp_path, monkeypatch):
+    """The engine is started anew with them and LMCache is not: what it computes now is not the old revision's."""
+    monkeypatch.setattr("kvstore_engine.model_identity._WATCH_S", 0.0)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"old")
+    engine = Engine(model=str(tmp_path))
+    keys = engine.keys(TOKENS)
+    settings = {"target": server.target, "model": "ours", "lmcache_model": str(tmp_path), **PATIENT}
+    with running_node(settings) as node:
+        assert node.save(engine, keys[:3]) == 3
+        weights.rename(tmp_path / "gone")
+        node.forget()
+        assert node.prefetch(engine, keys[:3]) == [True] * 3  # no other weights yet
+        weights.write_bytes(b"new ones")
+        node.forget()
+        assert not any(node.prefetch(engine, keys))
+        assert node.save(engine, keys) == 0
+        (told,) = counts(node)["not_kept"]
+        assert "restart `lmcache server`" in told
+        weights.unlink()
+        (tmp_path / "gone").rename(weights)
+        node.forget()
+        assert not any(node.prefetch(engine, keys))  # LMCache's memory has had both
+    with running_node(settings) as node:
+        assert node.prefetch(engine, keys) == [True] * 3 + [False] * 3
 
 
 def test_hashes_that_can_collide_are_refused(server, request):

@@ -39,8 +39,15 @@ def test_what_a_look_up_no_longer_finds_is_not_gone_on_from():
     book.asked(NAMES[:6], [(0, 6)])
     book.asked(NAMES[:6], [(0, 2)])
     assert shape(book, NAMES[4:6]) == [(0, 2)]
-    book.asked(NAMES[:6], None)  # it failed: nothing new is known
-    assert shape(book, NAMES[2:4]) == [(2, 2)]
+
+
+def test_a_look_up_that_ended_early_takes_nothing_back():
+    book = SegmentBook()
+    book.asked(NAMES[:6], [(0, 4), (4, 6)])
+    book.asked(NAMES[:6], [(0, 2)], whole=False)
+    assert shape(book, NAMES[2:6]) == [(2, 2), (0, 2)]
+    book.asked(NAMES[:8], [], whole=False)
+    assert shape(book, NAMES[4:8]) == [(0, 4)]
 
 
 def test_whatever_is_forgotten_every_object_is_named_once_and_no_more_is_remembered_than_allowed():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
-from lmcache_node import CHUNK, MODEL, Engine, kv_bytes, running_node
+from lmcache.v1.distributed.config import EvictionConfig
+from lmcache_node import CHUNK, MODEL, Engine, Node, kv_bytes, running_node
 
 from fault_proxy import Fault, fault_proxy
 from kvstore_client import KVStoreConfigError
@@ -132,6 +135,55 @@ def test_a_store_that_dies_between_the_look_up_and_the_load_is_a_miss(tmp_path):
         assert load_status["failures"], load_status
 
 
+@pytest.mark.parametrize(("step", "slow_from"), [("match", "prefetch"), ("get", "load")])
+def test_many_chains_at_a_slow_store_together_take_no_longer_than_four_calls(tmp_path, step, slow_from):
+    """Each call ends within its own budget, so that nothing else would end the batch; the calls that were made count."""
+    chains = 40
+    keys = ENGINE.keys(range(chains * CHUNK))
+    with running_server(tmp_path / "data") as server, fault_proxy(server.target) as proxy:
+        with running_node(params(server.target, base_budget_s=10.0)) as node:
+            for key in keys:  # that nobody looked up: each is a chain of its own
+                assert node.save(ENGINE, [key]) == 1
+        with running_node(params(proxy.target, base_budget_s=0.5, breaker_failures=0)) as node:
+            node.prefetch(ENGINE, keys)  # connected, registered
+            node.forget()
+            load = node.adapter.submit_load_task
+
+            def make_slow_and_load(keys, objects):
+                proxy.set(Fault(delay_s=0.1))
+                return load(keys, objects)
+
+            if slow_from == "load":
+                node.adapter.submit_load_task = make_slow_and_load
+            else:
+                proxy.set(Fault(delay_s=0.1))
+            before = node.adapter._store.client.stats().calls.get(step, 0)
+            hits = node.prefetch(ENGINE, keys)
+            calls = node.adapter._store.client.stats().calls[step] - before
+    assert calls <= 4 * 0.5 / 0.2 + 1  # 0.2 s each, and the last one cut short
+    assert hits == [True] * hits.count(True) + [False] * hits.count(False)
+    assert not all(hits)
+
+
+def test_that_the_store_stopped_answering_and_that_it_is_back_is_in_lmcaches_log(tmp_path, monkeypatch):
+    log = io.StringIO()
+    for handler in logging.getLogger("kvstore_client").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            monkeypatch.setattr(handler, "stream", log)
+    with running_server(tmp_path / "data") as server, running_node(params(server.target)) as node:
+        stored(node)
+        server.kill()
+        assert not any(node.prefetch(ENGINE, KEYS))
+        again = start_server(tmp_path / "data", tmp_path, listen=server.target)
+        try:
+            until_all_hit(node)
+        finally:
+            again.kill()
+    lines = [line for line in log.getvalue().splitlines() if "LMCache" in line]
+    assert any("does not answer" in line for line in lines), lines
+    assert any("answers again" in line for line in lines), lines
+
+
 @pytest.mark.parametrize("place", [0, 2, 5])
 @pytest.mark.parametrize("piece", [0, 1])
 def test_an_object_that_rotted_on_disk_is_the_only_miss_and_is_not_claimed_again(tmp_path, place, piece):
@@ -206,6 +258,8 @@ def test_hits_below_the_least_are_left_in_the_store(tmp_path):
         pytest.param({"hash_algorithm": "sha256_cbor"}, "set PYTHONHASHSEED", id="hash with a seed per process"),
         pytest.param({"model": ""}, "model is not set", id="no model"),
         pytest.param({"revision": ""}, "cannot be told from others", id="revision neither given nor found"),
+        pytest.param({"revision": "r" * 5000}, "revision has 5000 bytes", id="revision too long for a namespace"),
+        pytest.param({"tenant": "\ud800"}, "tenant is no valid Unicode", id="text that is none"),
         pytest.param({"target": "nowhere"}, "target", id="impossible target"),
         pytest.param({"kv_dtype": 8}, "kv_dtype is 8", id="number for text"),
     ],
@@ -215,6 +269,11 @@ def test_a_setting_that_cannot_work_stops_lmcache_and_names_it(given, told, monk
     settings = {**params("127.0.0.1:9"), **given}
     with pytest.raises(KVStoreConfigError, match=told), running_node(settings):
         pass
+
+
+def test_eviction_by_lmcache_which_could_not_delete_anything_stops_it_and_is_named():
+    with pytest.raises(KVStoreConfigError, match="eviction is set for this adapter"):
+        Node(params("127.0.0.1:9"), eviction=EvictionConfig("IsolatedLRU"))
 
 
 def test_a_hash_with_a_seed_that_all_processes_share_is_taken(monkeypatch):
