@@ -43,9 +43,9 @@ class Engine:
         """vLLM's counters whose name has "kvstore" or "prefix_cache" in it; a reason follows after a colon."""
         return self._ask("metrics")
 
-    def namespace(self) -> bytes:
-        """The namespace of the worker's KV, as on the wire."""
-        return self._ask("namespace")
+    def namespaces(self) -> list[bytes]:
+        """The namespace of each worker's KV, as on the wire, in the order of their ranks."""
+        return self._ask("namespaces")
 
     def flush(self) -> None:
         """Wait until the store has all that was saved."""
@@ -88,7 +88,7 @@ def environment() -> dict[str, str]:
 
 @contextmanager
 def engine(model: Path, log_path: Path, transfer: dict[str, Any] | None = None, **more: Any) -> Iterator[Engine]:
-    """Start one, and end it in order. More: arguments of vllm.LLM."""
+    """Start one, and end it in order. More: `environ`, variables of its environment, and arguments of vllm.LLM."""
     arguments = {"model": str(model), "kv_transfer_config": transfer, **more}
     ours, its = FORKS.Pipe()
     process = FORKS.Process(target=be_engine, args=(its, arguments, str(log_path)))
@@ -111,7 +111,7 @@ def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) 
     for stream in (1, 2):
         os.dup2(log, stream)
     warnings.simplefilter("ignore")  # those of vLLM and of torch about themselves
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.update(arguments.pop("environ", {}), VLLM_ENABLE_V1_MULTIPROCESSING="0")
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -164,10 +164,15 @@ def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) 
 
         return get_kv_transfer_group()._worker
 
+    def namespaces() -> list[bytes]:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
+        handles = sorted(scheduler._namespaces.items())
+        return [handle.spec.to_proto().SerializeToString() for _, handle in handles]
+
     commands = {
         "generate": generate,
         "metrics": metrics,
-        "namespace": lambda: worker()._ready.spec,
+        "namespaces": namespaces,
         "flush": lambda: worker().flush(60),
         "reset": lambda: llm.reset_prefix_cache(reset_connector=True),
     }

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -151,8 +152,12 @@ def test_salts_and_traffic_classes(start, expected):
         assert sum(count for name, count in other.metrics().items() if name.startswith("kvstore_misses")) == 1
 
 
+def specs_of(running) -> list[NamespaceSpec]:
+    return [NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(data)) for data in running.namespaces()]
+
+
 def namespace_of(client, running):
-    return client.namespace(NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(running.namespace())))
+    return client.namespace(specs_of(running)[0])
 
 
 def test_other_bytes_under_the_same_names_change_the_answer(start, store, expected):
@@ -293,6 +298,27 @@ def test_pages_smaller_than_a_block_are_regrouped_and_are_another_namespace(star
         assert cached_of(third.generate(*PROMPTS)) == [0] * len(PROMPTS)
 
 
+def test_hit_of_two_workers_is_that_of_the_one_with_the_least(start, store, monkeypatch):
+    """Each has KV of its own, of half the heads. One worker alone has another, and shares nothing with them."""
+    cpus = sorted(os.sched_getaffinity(0))
+    two = {"tensor_parallel_size": 2, "environ": {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}}
+    with KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as client, start(**two) as first:
+        answers = tokens_of(first.generate(*PROMPTS))
+        namespaces = [client.namespace(spec) for spec in specs_of(first)]
+        assert len({namespace.digest for namespace in namespaces}) == 2
+        chains = [(namespace, namespace.chain(ids)) for namespace in namespaces for ids in PROMPTS]
+        while any(namespace.match(chain, peek=True).hit_length_blocks < len(chain) for namespace, chain in chains):
+            time.sleep(0.1)  # until the test's time is up
+        namespace, chain = chains[-1]
+        assert namespace.delete(chain, first_block=2).failure is None
+    with start(**two) as other:
+        outputs = other.generate(*PROMPTS)
+        assert tokens_of(outputs) == answers
+        assert cached_of(outputs) == [*(usable(tokens) for tokens in LENGTHS[:-1]), 256]
+    with start() as alone:
+        assert cached_of(alone.generate(*PROMPTS)) == [0] * len(PROMPTS)
+
+
 def test_weights_that_are_replaced_in_a_running_engine_share_nothing_with_those_before(start, expected):
     ids = PROMPTS[-1]
     with start() as running:
@@ -396,7 +422,7 @@ def test_what_the_queue_had_no_room_for_is_saved_when_it_has(start, store, tmp_p
     """And nothing is ever stored behind a gap, where it could not be hit."""
     ids, other_ids = PROMPTS[-1], prompt(700, 2)
     with start() as first:
-        block_bytes = NamespaceSpec.from_proto(types_pb2.NamespaceSpec.FromString(first.namespace())).block_bytes
+        block_bytes = specs_of(first)[0].block_bytes
     with start({"max_pending_save_bytes": block_bytes - 1}) as first:
         first.generate(ids)
         first.generate(prompt(100))
