@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import sys
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from causal_models import GREEDY, PATIENCE_S, build, make_model, open_store, prompt_of, shared_model
 from kvstore_client import KVStoreConfigError, NamespaceSpecError
@@ -17,6 +21,8 @@ from serving import running_server
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from serving import RunningServer
 
@@ -33,28 +39,39 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 class Adapted(nn.Module):
-    """A layer with something beside it, as adapters are."""
+    """A layer with something beside it, as adapters are, and how much of it as a number, a tensor or whatever else."""
 
-    def __init__(self, inner: nn.Linear, scale: float) -> None:
+    def __init__(self, inner: nn.Linear, scale: Any, delta: float = 0.1) -> None:
         super().__init__()
         self.inner = inner
-        self.delta = nn.Parameter(torch.full((inner.in_features, inner.out_features), scale))
+        self.delta = nn.Parameter(torch.full((inner.in_features, inner.out_features), delta))
+        self._scale = scale
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) + hidden @ self.delta
+        scale = self._scale
+        return self.inner(hidden) + hidden @ self.delta * (scale["default"][0] if isinstance(scale, dict) else scale)
 
 
-def adapted(scale: float) -> Any:
-    model = make_model()
+def adapt(model: Any, scale: Any = 1.0, delta: float = 0.1) -> Any:
     attention = model.model.layers[0].self_attn
-    attention.k_proj = Adapted(attention.k_proj, scale)
+    attention.k_proj = Adapted(attention.k_proj, scale, delta)
     return model.eval()
+
+
+def adapted(scale: Any = 1.0, delta: float = 0.1) -> Any:
+    return adapt(make_model(), scale, delta)
 
 
 def with_one_number_changed(name: str) -> Any:
     model = make_model()
     with torch.no_grad():
         model.get_parameter(name).view(-1)[-1] += 1e-3
+    return model
+
+
+def with_attribute(module: str, name: str, value: object) -> Any:
+    model = make_model()
+    setattr(model.get_submodule(module), name, value)
     return model
 
 
@@ -68,9 +85,15 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "other dtype": (lambda: make_model(dtype=torch.bfloat16), {}),
     "other attention kernel": (lambda: make_model(attn_implementation="eager"), {}),
     "other kind of model": (lambda: make_model("qwen2"), {}),
-    "adapter": (lambda: adapted(0.1), {}),
-    "other adapter": (lambda: adapted(0.2), {}),
-    "adapter that changes nothing": (lambda: adapted(0.0), {}),
+    "adapter": (adapted, {}),
+    "other adapter": (lambda: adapted(delta=0.2), {}),
+    "adapter that changes nothing": (lambda: adapted(delta=0.0), {}),
+    "other scale of an adapter": (lambda: adapted(2.0), {}),
+    "scale that is a tensor": (lambda: adapted(torch.ones(1)), {}),
+    "other tensor": (lambda: adapted(torch.full((1,), 2.0)), {}),
+    "scale in a mapping": (lambda: adapted({"default": [1.0]}), {}),
+    "other scale in a mapping": (lambda: adapted({"default": [2.0]}), {}),
+    "other number of a module": (lambda: with_attribute("model.layers.0.self_attn", "scaling", 0.5), {}),
     "given revision": (make_model, {"revision": "r1"}),
     "other given revision": (make_model, {"revision": "r2"}),
     "given name": (make_model, {"model": "mine"}),
@@ -94,6 +117,32 @@ def test_what_computes_other_kv_has_a_namespace_of_its_own(server: RunningServer
     assert firsts == dict.fromkeys(OTHERS, 0)
     seconds = {name: hit_tokens(make(), server.target, **settings) for name, (make, settings) in OTHERS.items()}
     assert seconds == dict.fromkeys(OTHERS, 128)
+
+
+LAYER = """
+from torch import nn
+
+class Scaled(nn.Linear):
+    def forward(self, hidden):
+        return {factor} * super().forward(hidden)
+"""
+
+
+def test_edited_code_of_a_layer_of_ones_own_has_a_namespace_of_its_own(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hits = []
+    for run, factor in enumerate([1.0, 2.0, 1.0]):
+        path = tmp_path / f"{run}.py"
+        path.write_text(LAYER.format(factor=factor))
+        spec = importlib.util.spec_from_file_location("layers_of_ones_own", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        model = make_model()
+        model.model.layers[0].mlp.up_proj.__class__ = module.Scaled
+        hits.append(hit_tokens(model, server.target))
+    assert hits == [0, 0, 128]
 
 
 def test_weights_that_are_not_there_need_a_revision(server: RunningServer):
@@ -131,9 +180,10 @@ def replace_a_tensor(model: Any) -> None:
     model.get_input_embeddings().weight = nn.Parameter(weight)
 
 
-def add_an_adapter(model: Any) -> None:
-    attention = model.model.layers[0].self_attn
-    attention.k_proj = Adapted(attention.k_proj, 0.1)
+def replace_a_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 1.5
 
 
 def steer(model: Any) -> None:
@@ -149,13 +199,16 @@ CHANGES: list[Callable[[Any], Any]] = [
     merge_behind_torchs_back,
     edit_one_number,
     replace_a_tensor,
-    add_an_adapter,
+    adapt,
+    replace_a_forward,
     steer,
     steer_before,
     lambda model: model.load_state_dict(make_model(seed=1).state_dict()),
     lambda model: model.to(torch.bfloat16),
     lambda model: model.set_attn_implementation("eager"),
     lambda model: model.train(),
+    lambda model: model.model.layers[1].self_attn.train(),
+    lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.5),
     lambda model: setattr(model.config, "rms_norm_eps", 0.5),
     lambda model: setattr(model.model.layers[2].self_attn, "scale", nn.Buffer(torch.ones(1))),
 ]
@@ -173,6 +226,44 @@ def test_changed_model_neither_takes_nor_gives_kv(server: RunningServer, change:
         assert torch.equal(store.generate(prompt, max_new_tokens=20, **GREEDY), expected)
         assert store.last.bypassed
         assert store.stats().requests == before.requests
+
+
+@contextmanager
+def class_of_layers_patched() -> Iterator[None]:
+    own = LlamaMLP.forward
+    LlamaMLP.forward = lambda self, hidden: own(self, hidden) * 1.5
+    yield
+    LlamaMLP.forward = own
+
+
+@contextmanager
+def coarse_products() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+AROUND: list[Callable[[], AbstractContextManager[None]]] = [
+    lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    class_of_layers_patched,
+    coarse_products,
+]
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_is_computed_otherwise_for_a_while_neither_takes_nor_gives_kv(
+    server: RunningServer, around: Callable[[], AbstractContextManager[None]]
+):
+    model, prompt, salt = shared_model(), prompt_of(300), repr(around).encode()
+    with open_store(model, server.target) as store:
+        for hit_tokens, is_served in ((0, False), (0, True), (0, False), (256, True)):
+            with nullcontext() if is_served else around():
+                expected = model.generate(prompt, max_new_tokens=5, **GREEDY)
+                assert torch.equal(store.generate(prompt, max_new_tokens=5, salt=salt, **GREEDY), expected)
+            assert store.flush(PATIENCE_S)
+            assert bool(store.last.bypassed) is not is_served
+            assert store.last.hit_tokens == hit_tokens
 
 
 # Calls that a prefix cannot serve
@@ -210,6 +301,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "assistant": lambda: {"input_ids": PROMPT, "assistant_model": make_model(num_hidden_layers=1)},
     "no cache": lambda: {"input_ids": PROMPT, "use_cache": False},
     "static cache": lambda: {"input_ids": PROMPT, "cache_implementation": "static", "disable_compile": True},
+    "cache by its name": lambda: {"input_ids": PROMPT, "cache_implementation": "dynamic"},
     "cache of the caller's": lambda: {"input_ids": PROMPT, "past_key_values": filled(PROMPT[:, :200])},
     "positions": lambda: {"input_ids": PROMPT, "position_ids": torch.arange(7, 307)[None]},
     "hidden states": lambda: {"input_ids": PROMPT, "output_hidden_states": True, **SEEN},
@@ -304,6 +396,18 @@ def steered() -> Any:
     return model
 
 
+def replaced() -> Any:
+    model = make_model()
+    replace_a_forward(model)
+    return model
+
+
+def compiled() -> Any:
+    model = make_model()
+    model._compiled_call_impl = model._call_impl  # what `compile()` leaves, without the seconds that it takes
+    return model
+
+
 class Shifted(nn.Module):
     """A layer that mixes each token with the one before, and does not keep that one in a cache."""
 
@@ -330,7 +434,7 @@ def one_of_two() -> Any:
 BERT = {"num_hidden_layers": 2, "head_dim": 8}
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "no model of transformers": (lambda: nn.Linear(2, 2), "model of transformers"),
-    "wrapped": (lambda: torch.compile(make_model()), "wrapper"),
+    "wrapped": (lambda: nn.DataParallel(make_model()), "wrapper"),
     "encoder": (
         lambda: build("T5Config", "T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=32, num_heads=4, num_layers=2),
         "encoder",
@@ -355,9 +459,11 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no classes to cache": (shifted, "does not go on"),
     "training": (lambda: make_model().train(), "eval"),
+    "replaced forward": (replaced, "has been replaced"),
     "tensor parallel": (one_of_two, "tensor parallel"),
     "adapters of peft": (peft_like, "merge_and_unload"),
     "hooks": (steered, "hooks"),
+    "compiled": (compiled, "compiled"),
 }
 
 
@@ -368,6 +474,11 @@ def test_model_whose_kv_is_not_that_of_its_tokens_is_refused(case: str):
     with pytest.raises(KVStoreConfigError, match=words) as caught:
         PrefixStore(make(), target=NOWHERE)
     assert caught.value.reason == "UNSUPPORTED_MODEL"
+
+
+def test_store_made_under_autocast_is_refused():
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(KVStoreConfigError, match="autocast"):
+        PrefixStore(shared_model(), target=NOWHERE)
 
 
 def test_blocks_too_large_for_a_store_are_refused():
