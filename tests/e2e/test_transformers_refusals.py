@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import sys
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -62,6 +63,27 @@ def adapted(scale: Any = 1.0, delta: float = 0.1) -> Any:
     return adapt(make_model(), scale, delta)
 
 
+class Packed(nn.Linear):
+    """A layer that keeps a part of its weights in something of its own, as quantized ones do."""
+
+    def get_extra_state(self) -> Any:
+        return {"scales": (torch.full((2,), self.pack().scale), 8)}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) * self.pack().scale
+
+
+def packed(scale: float) -> Any:
+    model = make_model()
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = Packed
+    layer.pack = lambda: SimpleNamespace(scale=scale)
+    return model
+
+
 def with_one_number_changed(name: str) -> Any:
     model = make_model()
     with torch.no_grad():
@@ -94,6 +116,8 @@ OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "scale in a mapping": (lambda: adapted({"default": [1.0]}), {}),
     "other scale in a mapping": (lambda: adapted({"default": [2.0]}), {}),
     "other number of a module": (lambda: with_attribute("model.layers.0.self_attn", "scaling", 0.5), {}),
+    "packed weights": (lambda: packed(1.0), {}),
+    "other packed weights": (lambda: packed(2.0), {}),
     "given revision": (make_model, {"revision": "r1"}),
     "other given revision": (make_model, {"revision": "r2"}),
     "given name": (make_model, {"model": "mine"}),
@@ -145,13 +169,23 @@ def test_edited_code_of_a_layer_of_ones_own_has_a_namespace_of_its_own(
     assert hits == [0, 0, 128]
 
 
-def test_weights_that_are_not_there_need_a_revision(server: RunningServer):
+UNREADABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "elsewhere": lambda: torch.empty(3, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "opaque": lambda: torch.eye(3).to_mkldnn(),
+    "quantized": lambda: torch._empty_affine_quantized([3], scale=0.1, zero_point=0, dtype=torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize:UserWarning")
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_weights_that_cannot_be_read_need_a_revision(server: RunningServer, case: str):
     model = make_model()
-    model.model.register_buffer("elsewhere", torch.empty(3, device="meta"))
-    with pytest.raises(KVStoreConfigError, match=r"elsewhere.*revision") as caught:
+    model.model.register_buffer(case, UNREADABLE[case]())
+    with pytest.raises(KVStoreConfigError, match=rf"{case}.*revision") as caught:
         open_store(model, server.target)
     assert caught.value.reason == "IDENTITY_UNKNOWN"
-    assert hit_tokens(model, server.target, revision="with a part elsewhere") == 0
+    assert hit_tokens(model, server.target, revision=f"with a part {case}") == 0
 
 
 # Models that change under way

@@ -12,7 +12,7 @@ import xxhash
 
 from kvstore_client import KVStoreConfigError, NamespaceSpec
 from kvstore_engine.model_identity import config_digest
-from kvstore_engine.transformers.modules import loose_parts
+from kvstore_engine.transformers.modules import leaves, loose_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     Raises: KVStoreConfigError: IDENTITY_UNKNOWN; some of them are not in memory, or not as plain numbers.
     """
     digest = xxhash.xxh3_128()
-    for name, part in _parts(model):
+    for name, part in chain(_parts(model), _packed_parts(model)):
         if not isinstance(part, torch.Tensor):
             digest.update(repr((name, part)).encode())
             continue
@@ -111,7 +111,10 @@ def _marks(model: PreTrainedModel) -> list[object]:
 
 def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
     version = -1 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), _middle_of(tensor)
+    try:
+        return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), _middle_of(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse, or packed
+        return id(tensor), version
 
 
 def _middle_of(tensor: torch.Tensor) -> str:
@@ -125,6 +128,14 @@ def _parts(model: PreTrainedModel) -> Iterator[tuple[str, object]]:
     return chain(model.named_parameters(), model.named_buffers(), loose_parts(model))
 
 
+def _packed_parts(model: PreTrainedModel) -> Iterator[tuple[str, object]]:
+    """What modules save with the weights although it is neither a parameter nor a buffer: quantized ones pack them otherwise."""
+    known = {name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in known:
+            yield from leaves(name, value)
+
+
 def _kernels(model: PreTrainedModel) -> str:
     """What decides how the same numbers are rounded."""
     config = model.config.get_text_config(decoder=True)
@@ -132,6 +143,8 @@ def _kernels(model: PreTrainedModel) -> str:
 
 
 def _digest_tensor(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    if tensor.is_quantized:
+        raise NotImplementedError("it is of a quantized type")  # to look at its bytes would end the process
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(numbers), _PIECE_BYTES):
         digest.update(numbers[start : start + _PIECE_BYTES].cpu().numpy().data)

@@ -68,18 +68,19 @@ def loose_parts(model: PreTrainedModel) -> Iterator[tuple[str, object]]:
                 if isinstance(value, _LEAF):
                     yield f"{name}.{key}", value
                 elif isinstance(value, dict | list | tuple):
-                    yield from _leaves(f"{name}.{key}", value)
+                    yield from leaves(f"{name}.{key}", value)
 
 
-def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+def leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The numbers, words and tensors in a value, which may be a list or a mapping of more of them."""
     if isinstance(value, _LEAF):
         yield name, value
     elif isinstance(value, dict):
         for place, (key, item) in enumerate(value.items()):
-            yield from _leaves(f"{name}[{key if isinstance(key, str | int) else place}]", item)
+            yield from leaves(f"{name}[{key if isinstance(key, str | int) else place}]", item)
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _leaves(f"{name}[{place}]", item)
+            yield from leaves(f"{name}[{place}]", item)
 
 
 @functools.cache

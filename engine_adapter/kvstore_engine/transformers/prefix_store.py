@@ -79,13 +79,13 @@ class PrefixStore:
         self._settings = PlugSettings.read({"base_budget_s": BASE_BUDGET_S, **settings})
         self._layout = probe(model)
         self._model = model
+        self._unchanged = Unchanged(model)
         self._client = KVStoreClient(self._settings.client)
         try:
             self._cache = self._connect()
         except BaseException:
             self._client.close()
             raise
-        self._unchanged = Unchanged(model)
         self._bypassed: Counter[str] = Counter()
         self._last = LastCall()
         self._close = weakref.finalize(self, _close, self._cache, self._client)
