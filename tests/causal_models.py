@@ -130,3 +130,15 @@ def prompt_of(tokens: int, seed: int = 0) -> torch.Tensor:
 def alone(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
     """What the model says without a store."""
     return model.generate(input_ids, **GREEDY, **given)
+
+
+def replace_a_forward(model: Any) -> None:
+    """As those do who want to see what a layer is good for."""
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 1.5
+
+
+def steer(model: Any) -> None:
+    """The same with a hook."""
+    model.model.layers[0].register_forward_hook(lambda _module, _given, output: output * 1.5)
