@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -208,6 +209,11 @@ def replace_a_tensor(model: Any) -> None:
     model.get_input_embeddings().weight = nn.Parameter(weight)
 
 
+def spy(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    mlp.forward = Mock(side_effect=mlp.forward)
+
+
 def steer_before(model: Any) -> None:
     model.model.layers[1].register_forward_pre_hook(lambda _module, given: (given[0] * 1.5, *given[1:]))
 
@@ -219,6 +225,7 @@ CHANGES: list[Callable[[Any], Any]] = [
     replace_a_tensor,
     adapt,
     replace_a_forward,
+    spy,
     steer,
     steer_before,
     lambda model: model.load_state_dict(make_model(seed=1).state_dict()),

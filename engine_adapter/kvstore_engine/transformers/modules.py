@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -110,6 +111,6 @@ def _is_patched(kind: type) -> bool:
 
 def _home(call: Any) -> str:  # noqa: ANN401
     """The package in which a function was written, whatever it is wrapped in."""
-    while (inner := getattr(call, "func", None) or getattr(call, "__func__", None)) is not None:
-        call = inner
+    while isinstance(call, functools.partial | MethodType):
+        call = call.func if isinstance(call, functools.partial) else call.__func__
     return str(getattr(call, "__globals__", {}).get("__name__", "")).split(".")[0]
