@@ -61,6 +61,40 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM", {"sliding_window": 50, "num_local_experts": 4}),
 }
 
+# A vision-language model; its images are of IMAGE_TOKEN's tokens.
+IMAGE_TOKEN, VIDEO_TOKEN, VISION_START_TOKEN, VISION_END_TOKEN = range(VOCABULARY - 4, VOCABULARY)
+_EYES = {"depth": 1, "hidden_size": 32, "num_heads": 4, "intermediate_size": 32, "out_hidden_size": 32}
+
+
+def make_seeing_model() -> Any:
+    """Qwen 3 VL, whose images take fewer positions than tokens."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    config = transformers.Qwen3VLConfig(
+        text_config={**_CONFIG, "rope_parameters": rope},
+        vision_config={**_EYES, "patch_size": 4, "num_position_embeddings": 64, "deepstack_visual_indexes": []},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START_TOKEN,
+        vision_end_token_id=VISION_END_TOKEN,
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    model.generation_config = transformers.GenerationConfig()
+    return model
+
+
+def with_image(prompt: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a processor makes of the prompt and an image before it: 8 x 8 patches, 16 tokens."""
+    image = torch.tensor([[VISION_START_TOKEN, *[IMAGE_TOKEN] * 16, VISION_END_TOKEN]])
+    input_ids = torch.cat([image, prompt], dim=1)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids),
+        "mm_token_type_ids": (input_ids == IMAGE_TOKEN).int(),
+        "pixel_values": torch.randn((64, 3 * 2 * 4 * 4), generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 8, 8]]),
+    }
+
 
 def make_model(kind: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """A model of its own, ready to generate. `config` replaces what the kind has."""
@@ -96,3 +130,15 @@ def prompt_of(tokens: int, seed: int = 0) -> torch.Tensor:
 def alone(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
     """What the model says without a store."""
     return model.generate(input_ids, **GREEDY, **given)
+
+
+def replace_a_forward(model: Any) -> None:
+    """As those do who want to see what a layer is good for."""
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 1.5
+
+
+def steer(model: Any) -> None:
+    """The same with a hook."""
+    model.model.layers[0].register_forward_hook(lambda _module, _given, output: output * 1.5)

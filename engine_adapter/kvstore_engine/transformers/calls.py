@@ -23,7 +23,7 @@ _SETTINGS: Final[dict[str, tuple[object, ...]]] = {
     "num_beams": (1,),
     "num_return_sequences": (1,),
     "use_cache": (True,),
-    "cache_implementation": ("dynamic",),
+    "cache_implementation": (),
     "token_healing": (False,),
     "prefill_chunk_size": (),
     "guidance_scale": (1, 1.0),

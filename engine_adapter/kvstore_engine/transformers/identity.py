@@ -12,6 +12,7 @@ import xxhash
 
 from kvstore_client import KVStoreConfigError, NamespaceSpec
 from kvstore_engine.model_identity import config_digest
+from kvstore_engine.transformers.modules import leaves, loose_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +48,7 @@ def namespace_spec(model: PreTrainedModel, layout: KvLayout, settings: PlugSetti
         block_bytes=layout.block_bytes,
         tenant=settings.tenant,
         labels={
-            "attention": str(getattr(model.config, "_attn_implementation", "")),
+            "attention": _kernels(model),
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "config": model_config_digest(model),
             "device": layout.device_types,
@@ -58,12 +59,16 @@ def namespace_spec(model: PreTrainedModel, layout: KvLayout, settings: PlugSetti
 
 
 def weights_fingerprint(model: PreTrainedModel) -> str:
-    """xxh3-128 over names, shapes and contents of all parameters and buffers, in hex.
+    """xxh3-128 over names, shapes and contents of all parameters and buffers, and what else modules compute with, in hex.
 
     Raises: KVStoreConfigError: IDENTITY_UNKNOWN; some of them are not in memory, or not as plain numbers.
     """
     digest = xxhash.xxh3_128()
-    for name, tensor in _tensors(model):
+    for name, part in chain(_parts(model), _packed_parts(model)):
+        if not isinstance(part, torch.Tensor):
+            digest.update(repr((name, part)).encode())
+            continue
+        tensor = part
         digest.update(f"{len(name)}:{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
         try:
             _digest_tensor(digest, tensor)
@@ -98,11 +103,18 @@ class Unchanged:
 
 
 def _marks(model: PreTrainedModel) -> list[object]:
-    marks: list[object] = [model_config_digest(model), getattr(model.config, "_attn_implementation", "")]
-    for name, tensor in _tensors(model):
-        version = -1 if tensor.is_inference() else tensor._version
-        marks.append((name, tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), _middle_of(tensor)))
+    marks: list[object] = [model_config_digest(model), _kernels(model)]
+    for name, part in _parts(model):
+        marks.append((name, _mark(part) if isinstance(part, torch.Tensor) else repr(part)))
     return marks
+
+
+def _mark(tensor: torch.Tensor) -> tuple[object, ...]:
+    version = -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor.data_ptr(), version, tensor.dtype, tuple(tensor.shape), _middle_of(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse, or packed
+        return id(tensor), version
 
 
 def _middle_of(tensor: torch.Tensor) -> str:
@@ -112,11 +124,27 @@ def _middle_of(tensor: torch.Tensor) -> str:
     return repr(tensor.detach()[tuple(size // 2 for size in tensor.shape)].item())
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    return chain(model.named_parameters(), model.named_buffers())
+def _parts(model: PreTrainedModel) -> Iterator[tuple[str, object]]:
+    return chain(model.named_parameters(), model.named_buffers(), loose_parts(model))
+
+
+def _packed_parts(model: PreTrainedModel) -> Iterator[tuple[str, object]]:
+    """What modules save with the weights although it is neither a parameter nor a buffer: quantized ones pack them otherwise."""
+    known = {name for name, _ in chain(model.named_parameters(remove_duplicate=False), model.named_buffers())}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in known:
+            yield from leaves(name, value)
+
+
+def _kernels(model: PreTrainedModel) -> str:
+    """What decides how the same numbers are rounded."""
+    config = model.config.get_text_config(decoder=True)
+    return f"{getattr(config, '_attn_implementation', '')}, matmul {torch.get_float32_matmul_precision()}"
 
 
 def _digest_tensor(digest: xxhash.xxh3_128, tensor: torch.Tensor) -> None:
+    if tensor.is_quantized:
+        raise NotImplementedError("it is of a quantized type")  # to look at its bytes would end the process
     numbers = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, len(numbers), _PIECE_BYTES):
         digest.update(numbers[start : start + _PIECE_BYTES].cpu().numpy().data)

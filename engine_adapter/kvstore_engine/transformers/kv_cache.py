@@ -26,13 +26,14 @@ class ReadableCache(DynamicCache):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
         self._given: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._is_keeping = True
         self._on_pass: Callable[[], None] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `DynamicCache.update`, which a model calls with the KV of new tokens."""
-        if self.layers[layer_idx].is_sliding:
+        if self._is_keeping and self.layers[layer_idx].is_sliding:
             self._given.setdefault(layer_idx, []).append((key_states, value_states))
         states: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._on_pass is not None and layer_idx == len(self.layers) - 1:
@@ -54,7 +55,8 @@ class ReadableCache(DynamicCache):
         return keys[0, :, first:end], values[0, :, first:end]
 
     def forget_given(self) -> None:
-        """Keep no more than what `generate` needs."""
+        """Keep no more than what `generate` needs, now and when its caller goes on with this cache."""
+        self._is_keeping = False
         self._given.clear()
 
     def _all_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

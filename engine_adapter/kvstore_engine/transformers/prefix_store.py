@@ -19,13 +19,13 @@ from kvstore_engine.prefix_cache import PrefixCache
 from kvstore_engine.transformers.calls import why_not_served
 from kvstore_engine.transformers.identity import Unchanged, namespace_spec
 from kvstore_engine.transformers.kv_cache import ReadableCache, cache_argument
-from kvstore_engine.transformers.modules import why_changed_modules
-from kvstore_engine.transformers.probe import probe, unsupported
+from kvstore_engine.transformers.modules import forget_positions, why_changed_modules
+from kvstore_engine.transformers.probe import probe
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from kvstore_engine.prefix_cache_stats import PrefixCacheStats
 
@@ -78,16 +78,14 @@ class PrefixStore:
         """
         self._settings = PlugSettings.read({"base_budget_s": BASE_BUDGET_S, **settings})
         self._layout = probe(model)
-        if reason := why_changed_modules(model):
-            raise unsupported(model, reason)
         self._model = model
+        self._unchanged = Unchanged(model)
         self._client = KVStoreClient(self._settings.client)
         try:
             self._cache = self._connect()
         except BaseException:
             self._client.close()
             raise
-        self._unchanged = Unchanged(model)
         self._bypassed: Counter[str] = Counter()
         self._last = LastCall()
         self._close = weakref.finalize(self, _close, self._cache, self._client)
@@ -135,18 +133,27 @@ class PrefixStore:
         """Counts since this was made: blocks hit, loaded and saved, and why others were not."""
         return self._cache.stats()
 
-    def generate(self, input_ids: torch.Tensor | None = None, *, salt: bytes = b"", **given: Any) -> Any:  # noqa: ANN401
+    def generate(
+        self,
+        input_ids: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        salt: bytes = b"",
+        **given: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         """`model.generate`, begun from the longest stored prefix; new full blocks are stored behind the caller.
 
         Args:
-            input_ids: (1, tokens). Anything else is the model's alone.
+            input_ids, generation_config: as `model.generate` takes them. Input other than (1, tokens) is the model's alone.
             salt: separates calls that must not share KV.
-            given: all that `model.generate` takes.
+            given: all else that it takes.
         Returns: what `model.generate` returns.
         Raises: what `model.generate` raises; nothing for trouble with the store.
         """
         if not isinstance(salt, bytes):
             raise TypeError(f"salt is of type {type(salt).__name__}, wanted are bytes")
+        if generation_config is not None:
+            given["generation_config"] = generation_config
         if input_ids is None or (reason := self._why_not(input_ids, given)):
             reason = reason if input_ids is not None else "no input_ids of two dimensions"
             self._note_bypass(reason)
@@ -160,8 +167,6 @@ class PrefixStore:
     def _why_not(self, input_ids: torch.Tensor, given: dict[str, Any]) -> str:
         if not self._close.alive:
             return "the store is closed"
-        if self._model.training:
-            return "the model is in training mode"
         if reason := why_not_served(self._model, input_ids, given) or why_changed_modules(self._model):
             return reason
         return (
@@ -177,19 +182,27 @@ class PrefixStore:
 
     def _generate(self, input_ids: torch.Tensor, context: RequestContext, given: dict[str, Any]) -> Any:  # noqa: ANN401
         prompt = input_ids[0].tolist()
-        cache = ReadableCache(self._model)
-        hit_blocks = self._load(prompt, context, cache)
+        cache, hit_blocks = self._load(prompt, context)
         hit_tokens = hit_blocks * BLOCK_TOKENS
         self._last = LastCall(len(prompt), hit_tokens)
         self._time_prefill(cache, len(prompt) - hit_tokens)
+        forget_positions(self._model)
         output = self._model.generate(input_ids=input_ids, **given, **{cache_argument(self._model): cache})
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         saved_blocks = self._save(sequences[0].tolist(), hit_blocks, context, cache)
         self._last = LastCall(len(prompt), hit_tokens, saved_blocks * BLOCK_TOKENS)
         return output
 
-    def _load(self, prompt: list[int], context: RequestContext, cache: ReadableCache) -> int:
-        """Fill the cache with what is stored. Returns: blocks of it."""
+    def _load(self, prompt: list[int], context: RequestContext) -> tuple[ReadableCache, int]:
+        """Returns: a cache for the prompt, and how many blocks of what is stored are in it."""
+        cache = ReadableCache(self._model)
+        try:
+            return cache, self._fill(cache, prompt, context)
+        except RuntimeError as error:  # no room, in host memory or on the device
+            _LOGGER.warning("a stored prefix cannot be loaded, and is computed: %s", error)
+            return ReadableCache(self._model), 0
+
+    def _fill(self, cache: ReadableCache, prompt: list[int], context: RequestContext) -> int:
         blocks = self._cache.usable_blocks(len(prompt))
         # Takes no memory before something is written there.
         memory = torch.empty((blocks, self._layout.block_bytes), dtype=torch.uint8)
@@ -215,12 +228,17 @@ class PrefixStore:
         # The last token's KV is not computed by the call that chose it.
         computed = min(cache.computed_tokens(), len(tokens) - 1)
         end_block = computed // BLOCK_TOKENS
-        # In parts, each a copy: a long prompt's KV is not in host memory twice when the queue has no room for it.
-        step = max(1, _PART_BYTES // self._layout.block_bytes)
-        for first in range(first_block, end_block, step):
-            views = self._layout.pack(cache, first, min(first + step, end_block))
-            self._cache.save_blocks(tokens, first, views, context, Ownership.HELD)
-        cache.forget_given()
+        try:
+            # In parts, each a copy: a long prompt's KV is not in host memory twice when the queue has no room for it.
+            step = max(1, _PART_BYTES // self._layout.block_bytes)
+            for first in range(first_block, end_block, step):
+                views = self._layout.pack(cache, first, min(first + step, end_block))
+                self._cache.save_blocks(tokens, first, views, context, Ownership.HELD)
+        except RuntimeError as error:
+            _LOGGER.warning("what was computed cannot be stored: %s", error)
+            return 0
+        finally:
+            cache.forget_given()
         return max(0, end_block - first_block)
 
 

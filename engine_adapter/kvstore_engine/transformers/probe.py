@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Final
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from kvstore_client import KVStoreConfigError
 from kvstore_engine.transformers.kv_cache import ReadableCache, cache_argument, why_unreadable
 from kvstore_engine.transformers.layout import KvLayout
+from kvstore_engine.transformers.modules import forget_positions, why_changed_modules
 
 _PREFIX: Final = 8
 _TOKENS: Final = 16
@@ -44,10 +45,10 @@ def _why_not(model: PreTrainedModel) -> str:
         return "it has a state of its own beside the keys and values of tokens"
     if (model.tp_size or 1) > 1:
         return "it is one of several that share the work (tensor parallel), and has a part of the KV"
-    if model.training:
-        return "it is in training mode; call model.eval()"
     if any(_changes_with_length(rope) for rope in _rope_types(config.get_text_config(decoder=True))):
         return "its position embeddings change with the length of the text (dynamic or longrope), and so does a prefix's KV"
+    if reason := why_changed_modules(model):
+        return reason
     if not cache_argument(model):
         return "its forward() takes no cache"
     try:
@@ -71,14 +72,23 @@ def _run(model: PreTrainedModel) -> KvLayout:
     return KvLayout.of(cache)
 
 
-@torch.no_grad()
 def _forward(model: PreTrainedModel, tokens: list[int], cache: ReadableCache) -> torch.Tensor:
-    """The last token's logits. What the cache has is not computed."""
-    device = model.get_input_embeddings().weight.device
-    given: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
-    mask = torch.ones((1, len(tokens)), dtype=torch.long, device=device)
-    ids = torch.tensor([tokens[cache.computed_tokens() :]], device=device)
-    return torch.as_tensor(model(input_ids=ids, attention_mask=mask, **given).logits[0, -1])
+    """The last token's logits, as `generate` gets them: it prepares positions and masks. What the cache has is not computed."""
+    ids = torch.tensor([tokens], device=model.get_input_embeddings().weight.device)
+    forget_positions(model)
+    config, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=0)
+    try:
+        generated = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{cache_argument(model): cache},
+        )
+    finally:
+        model.generation_config = config
+    return torch.as_tensor(generated.logits[0][0])
 
 
 def _prefix_of(cache: ReadableCache) -> list[torch.Tensor]:
