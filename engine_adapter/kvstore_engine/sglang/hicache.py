@@ -24,7 +24,7 @@ from kvstore_client.buffers import byte_view
 from kvstore_engine.prefix_cache import CHECK_BUDGET_S
 from kvstore_engine.sglang.host_pages import HostPages
 from kvstore_engine.sglang.lanes import WIDTH, Lane
-from kvstore_engine.sglang.namespace import namespace_of
+from kvstore_engine.sglang.namespace import namespace_of, weights_in_use
 from kvstore_engine.sglang.settings import read_settings
 from kvstore_engine.sglang.traffic import Traffic
 from kvstore_engine.store_steps import StoreSteps, failure_of
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from kvstore_engine.sglang.host_pages import Page
     from kvstore_engine.sglang.lanes import PageCall
 
+_OTHER_WEIGHTS = (
+    "SGLang has been given other weights, and their KV is not that of the namespace; detach this backend, and attach it again "
+    "with a 'revision' of their own"
+)
 _LOGGER = logging.getLogger("kvstore_engine.sglang")
 
 
@@ -71,6 +75,7 @@ class KVStoreHiCache(HiCacheStorage):
         """
         super().register_mem_pool_host(mem_pool_host)
         self._pages = HostPages(mem_pool_host)
+        self._weights = weights_in_use()
         spec = namespace_of(self._settings, self._config, self._pages)
         self._namespace: NamespaceHandle = self._client.namespace(spec)
         self._steps = StoreSteps(self._namespace)
@@ -245,6 +250,8 @@ class KVStoreHiCache(HiCacheStorage):
     def _safely(self, step: str, work: Callable[[], int]) -> int:
         """Whatever goes wrong, SGLang's thread goes on."""
         try:
+            if weights_in_use() != self._weights:
+                raise KVStoreConfigError("IDENTITY_UNKNOWN", _OTHER_WEIGHTS)
             return work()
         except Exception as error:
             self._steps.note(step, failure_of(error))

@@ -8,6 +8,8 @@ import torch
 from hicaches import (
     PAGE,
     AsymmetricMHATokenToKVPoolHost,
+    MLAHostAllocation,
+    MLATokenToKVPoolHost,
     PoolName,
     back_up,
     controller,
@@ -82,6 +84,26 @@ def test_a_kind_of_pool_that_is_not_supported_is_refused_by_name():
         pass
 
 
+def test_a_rank_without_host_memory_of_its_own_is_refused():
+    device = device_pool("mla")
+    geometry = MLAHostAllocation(
+        dtype=device.dtype, kv_lora_rank=24, qk_rope_head_dim=8, kv_cache_dim=32, size_per_token=192
+    )
+    pool = MLATokenToKVPoolHost(
+        geometry,
+        2.0,
+        0,
+        PAGE,
+        "page_first",
+        device_capacity_tokens=device.size,
+        start_layer=0,
+        end_layer=3,
+        target_layer_num=3,
+    )
+    with pytest.raises(KVStoreConfigError, match="start it with this backend"), controller(NOBODY, pool, device):
+        pass
+
+
 def test_a_page_larger_than_a_block_may_be_is_refused_with_both_numbers():
     device = device_pool(head_dim=8192, heads=8, pages=1)
     pool = host_pool(device, pages=1)
@@ -114,6 +136,51 @@ def test_weights_that_cannot_be_told_from_others_are_refused(arguments, said):
         server_arguments(arguments),
         pytest.raises(KVStoreConfigError, match=said),
         controller(NOBODY, host_pool(device), device, revision=None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("load_format", "dummy"),
+        ("load_format", "remote_instance"),
+        ("weight_cache_mode", "client"),
+        ("checkpoint_engine_wait_weights_before_ready", True),
+        ("quantization_param_path", "/scales.json"),
+        ("kt_weight_path", "/experts"),
+    ],
+)
+def test_weights_that_are_not_the_model_s_files_alone_are_refused_without_a_revision(tmp_path, name, value):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    device = device_pool()
+    for model, revision in ((str(tmp_path), None), ("some/model", "a" * 40)):
+        with (
+            server_arguments({"model_path": model, "revision": revision, name: value}),
+            pytest.raises(KVStoreConfigError, match=rf"{name} {value!r}.*set 'revision'"),
+            controller(NOBODY, host_pool(device), device, revision=None),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        ({}, {"revision": None}, "set 'revision'"),
+        ({"lora_paths": ["tuned=here"]}, {}, "--lora-paths"),
+    ],
+    ids=str,
+)
+def test_files_that_may_have_changed_since_a_running_server_loaded_them_are_refused(
+    tmp_path, arguments, settings, said
+):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    device = device_pool()
+    running = {"model_path": str(tmp_path), "hicache_storage_backend": None, **arguments}
+    with (
+        server_arguments(running),
+        pytest.raises(KVStoreConfigError, match=said),
+        controller(NOBODY, host_pool(device), device, **settings),
     ):
         pass
 
