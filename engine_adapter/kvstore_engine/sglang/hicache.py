@@ -71,7 +71,7 @@ class KVStoreHiCache(HiCacheStorage):
         A store that does not answer is no obstacle: pages miss until it does.
 
         Raises: KVStoreConfigError: the pool's pages are no blocks of the store, the weights cannot be told from others, or the
-            store refuses the namespace.
+            store refuses the namespace or does not know the traffic class.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._pages = HostPages(mem_pool_host)
@@ -79,7 +79,8 @@ class KVStoreHiCache(HiCacheStorage):
         spec = namespace_of(self._settings, self._config, self._pages)
         self._namespace: NamespaceHandle = self._client.namespace(spec)
         self._steps = StoreSteps(self._namespace)
-        self._steps.register(CHECK_BUDGET_S)
+        if self._steps.register(CHECK_BUDGET_S) is None:
+            self._check_class()
         _LOGGER.info(
             "kvstore at %s keeps pages of %d bytes, layout %s, of model %s, revision %s, in namespace %s",
             self._settings.client.target,
@@ -96,12 +97,19 @@ class KVStoreHiCache(HiCacheStorage):
         Raises: KVStoreConfigError: names the pool.
         """
         if host_pool_name != PoolName.KV:
+            self.close()  # SGLang leaves a backend attached that refuses as late as this, if its server was running already
             raise KVStoreConfigError(
                 "INVALID_CONFIG",
                 f"SGLang keeps a pool {str(host_pool_name)!r} beside that of the KV, and only the KV's is supported; "
-                "run this model, or with these draft layers, without --hicache-storage-backend",
+                "run this model, or with these draft layers, without --hicache-storage-backend, and detach this backend from a server "
+                "that was running already",
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _check_class(self) -> None:
+        asked = self._steps.look_up(Chain(bytes(HASH_BYTES)), self._settings.traffic_class, peek=True)
+        if asked.failure is not None and asked.failure.reason == "UNKNOWN_TRAFFIC_CLASS":
+            raise KVStoreConfigError("INVALID_CONFIG", f"traffic_class: {asked.failure.detail}")
 
     # What SGLang's threads call
 

@@ -49,6 +49,17 @@ def test_a_setting_that_is_wrong_or_without_effect_is_refused_by_name(settings, 
         pass
 
 
+def test_a_traffic_class_that_the_store_does_not_know_is_refused_by_name(server, model):
+    device = device_pool()
+    with (
+        pytest.raises(KVStoreConfigError, match=r"traffic_class.*'chatbox'.*known are agent, chatbot"),
+        controller(server.target, host_pool(device), device, model=model, traffic_class="chatbox"),
+    ):
+        pass
+    with controller(server.target, host_pool(device), device, model=model, traffic_class="chatbot") as made:
+        assert back_up(made, list(range(PAGE)), seed=1)[2] == PAGE
+
+
 def test_keys_that_are_sglang_s_own_are_left_alone():
     given = {**extra_config(NOBODY), "prefetch_threshold": 5, "prefetch_timeout_base": 2, "file_storage_path": "/x"}
     assert read_settings(parse(given)).client.target == NOBODY
@@ -119,6 +130,20 @@ def test_a_pool_beside_that_of_the_kv_is_refused_by_name(server, model, pool_nam
         controller(server.target, host_pool(device), device, hybrid=True, more_pools=[pool_name], model=model),
     ):
         pass
+
+
+def test_a_backend_that_a_running_server_keeps_although_it_has_refused_does_nothing(server, model):
+    tokens = list(range(3 * PAGE))
+    device = device_pool()
+    pool = host_pool(device)
+    with controller(server.target, pool, device, hybrid=True, model=model) as made:
+        names, _, saved = back_up(made, tokens, seed=1)
+        assert saved == len(tokens)
+        assert made.storage_backend.batch_exists(names) == 3
+        with pytest.raises(KVStoreConfigError, match="detach"):
+            made.storage_backend.register_mem_host_pool_v2(pool, PoolName.SWA)
+        assert made.storage_backend.batch_exists(names) == 0
+        assert prefetch(made, tokens)[0] == 0
 
 
 @pytest.mark.parametrize(
