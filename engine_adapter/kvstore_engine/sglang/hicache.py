@@ -12,6 +12,7 @@ the radix tree that the request has matched last. So there is a call to the stor
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,9 @@ _OTHER_WEIGHTS = (
     "SGLang has been given other weights, and their KV is not that of the namespace; detach this backend, and attach it again "
     "with a 'revision' of their own"
 )
+# The longest that finding and loading may take, whatever the pages' size. SGLang counts itself as idle while a cancelled request's
+# call goes on; when it then empties its cache it waits 10 s for the call's thread, and ends by an exception.
+LONGEST_S = 8.0
 _LOGGER = logging.getLogger("kvstore_engine.sglang")
 
 
@@ -101,8 +105,8 @@ class KVStoreHiCache(HiCacheStorage):
             raise KVStoreConfigError(
                 "INVALID_CONFIG",
                 f"SGLang keeps a pool {str(host_pool_name)!r} beside that of the KV, and only the KV's is supported; "
-                "run this model, or with these draft layers, without --hicache-storage-backend, and detach this backend from a server "
-                "that was running already",
+                "run this model, or with these draft layers, without --hicache-storage-backend, and detach this backend from a "
+                "server that was running already",
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
@@ -200,7 +204,7 @@ class KVStoreHiCache(HiCacheStorage):
     def _find(self, names: Sequence[bytes]) -> int:
         if self._steps.refusal("read"):  # what cannot be loaded need not be found
             return 0
-        end_s = self._end_s(len(names))
+        end_s = self._end_s(len(names), LONGEST_S)
         troubles: list[Failure] = []
 
         def call(page: int, left_s: float) -> bool:
@@ -229,7 +233,7 @@ class KVStoreHiCache(HiCacheStorage):
             budget_s = min(left_s, self._namespace.budget_s(WIDTH * self._namespace.block_bytes))
             return pages[page].fill(fetch)
 
-        return self._move(self._reads, call, len(names), self._traffic.loaded)
+        return self._move(self._reads, call, self._end_s(len(names), LONGEST_S), len(names), self._traffic.loaded)
 
     def _save(self, names: Sequence[bytes], pages: Sequence[Page]) -> int:
         def call(page: int, left_s: float) -> bool:
@@ -239,17 +243,19 @@ class KVStoreHiCache(HiCacheStorage):
             )
             return [result.status for result in results] in ([PutStatus.STORED], [PutStatus.EXISTS])
 
-        return self._move(self._writes, call, len(names), self._traffic.saved)
+        return self._move(self._writes, call, self._end_s(len(names)), len(names), self._traffic.saved)
 
-    def _move(self, lane: Lane, call: PageCall, count: int, note: Callable[[int, int, float], None]) -> int:
+    def _move(
+        self, lane: Lane, call: PageCall, end_s: float, count: int, note: Callable[[int, int, float], None]
+    ) -> int:
         began_s = time.monotonic()
-        pages = lane.leading(count, call, self._end_s(count)).pages
+        pages = lane.leading(count, call, end_s).pages
         note(pages, pages * self._pages.page_bytes, time.monotonic() - began_s)
         return pages
 
-    def _end_s(self, pages: int) -> float:
+    def _end_s(self, pages: int, longest_s: float = math.inf) -> float:
         """When a batch has to have ended. Finding pages gets the time of moving them: it takes a small part of that."""
-        return time.monotonic() + self._namespace.budget_s(pages * self._namespace.block_bytes)
+        return time.monotonic() + min(longest_s, self._namespace.budget_s(pages * self._namespace.block_bytes))
 
     def _patience_s(self, size_bytes: int, left_s: float, width: int = 1) -> float:
         """What a call gets beyond its usual time, or short of it: `width` of them share the way, and the batch has its end."""
