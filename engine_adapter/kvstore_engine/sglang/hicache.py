@@ -149,7 +149,7 @@ class KVStoreHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Refuse: the store is shared with other engines.
 
-        Raises: NotImplementedError: says what to do instead. SGLang logs it, and tells its caller that nothing was cleared.
+        Raises: NotImplementedError: says what to do instead. SGLang logs it; its answer over HTTP says success all the same.
         """
         raise NotImplementedError(
             "a kvstore is shared and is not cleared from an engine; use `kvstore-admin namespace drop` with namespace "

@@ -140,7 +140,8 @@ def _check(pool: Any) -> None:
     if page_size != BLOCK_TOKENS:
         raise _refused(
             f"SGLang's pages hold {page_size} tokens and the store's blocks {BLOCK_TOKENS}, and no page of one is a block of the "
-            f"other; start SGLang with --page-size {BLOCK_TOKENS}"
+            f"other; start SGLang with --page-size {BLOCK_TOKENS}, and if its log says that it changes that, with another "
+            "--attention-backend"
         )
     if pool.kv_buffer is None:
         raise _refused(

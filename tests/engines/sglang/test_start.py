@@ -72,7 +72,7 @@ def test_pages_of_another_size_than_blocks_are_refused_with_both_numbers(page_si
     with (
         pytest.raises(
             KVStoreConfigError,
-            match=rf"pages hold {page_size} tokens and the store's blocks {PAGE}.*--page-size {PAGE}",
+            match=rf"pages hold {page_size} tokens and the store's blocks {PAGE}.*--page-size {PAGE}.*--attention-backend",
         ),
         controller(NOBODY, pool, device),
     ):
