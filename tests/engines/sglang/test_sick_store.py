@@ -186,7 +186,7 @@ def test_saves_that_hang_hold_up_no_look_up(model):
 @pytest.mark.parametrize("slow", ["MatchPrefix", "GetBlocks"])
 def test_a_slow_store_does_not_end_a_server_that_empties_its_cache(model, monkeypatch, slow):
     """SGLang waits 10 s for its threads, one of which may still be at work for a request that was cancelled."""
-    monkeypatch.setattr("kvstore_engine.sglang.hicache.LONGEST_S", 0.5)
+    monkeypatch.setattr("kvstore_engine.sglang.hicache.LONGEST_S", 2.0)
     hit = pb.MatchPrefixResponse(hit_length_blocks=1)
     hit.plan.hit_tokens = hit.plan.replay_start_token = PAGE
     tokens = list(range(64 * PAGE))
@@ -204,16 +204,21 @@ def test_a_slow_store_does_not_end_a_server_that_empties_its_cache(model, monkey
         peer.answers[slow] = lambda *asked: late(answers[slow](*asked))
         # The budget stands for that of larger pages.
         with _attached(peer.target, model, base_budget_s=LATE_S, breaker_failures=0) as made:
+            asked = peer.calls.count(slow)
             operation = start_prefetch(made, tokens)
             if slow == "GetBlocks":
                 assert made.prefetch_hit_queue.get(timeout=60) is operation
                 operation.host_indices = made.mem_pool_host.alloc(len(tokens))
                 made.prefetch_buffer.put(operation)
-            while peer.calls.count(slow) < 2:
+            while (
+                peer.calls.count(slow) < asked + 1
+                and made.prefetch_hit_queue.empty()
+                and made.ack_prefetch_queue.empty()
+            ):
                 time.sleep(0.01)
             made.terminate_prefetch(operation)
             made.reset()
-            assert made.storage_backend.batch_exists(["ab" * 32]) == (slow != "MatchPrefix")
+            assert made.prefetch_thread.is_alive()
 
 
 def test_calls_that_cannot_be_right_are_misses(server, model):
