@@ -63,6 +63,8 @@ def test_a_traffic_class_that_the_store_does_not_know_is_refused_by_name(server,
 def test_keys_that_are_sglang_s_own_are_left_alone():
     given = {**extra_config(NOBODY), "prefetch_threshold": 5, "prefetch_timeout_base": 2, "file_storage_path": "/x"}
     assert read_settings(parse(given)).client.target == NOBODY
+    # A decoding server hands over the configuration as it is written.
+    assert read_settings(given).client.target == NOBODY
 
 
 @pytest.mark.parametrize("page_size", [1, 64, 256])
