@@ -51,12 +51,18 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry
+    from sglang.srt.mem_cache.pool_host import base as host_pools
     from sglang.srt.mem_cache.pool_host.mha import AsymmetricMHATokenToKVPoolHost as AsymmetricMHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+    from sglang.srt.mem_cache.pool_host.mla import MLAHostAllocation as MLAHostAllocation
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost as MLATokenToKVPoolHost
     from sglang.srt.mem_cache.radix_cache import RadixKey as RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
-    from sglang.srt.runtime_context import get_context, get_parallel
+    from sglang.srt.runtime_context import get_context as get_context
+    from sglang.srt.runtime_context import get_parallel
+
+# SGLang makes no pool, however small, where less than 10 GB are free.
+host_pools.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 PAGE = 128
 LAYERS = 3
@@ -134,6 +140,7 @@ def server_arguments(arguments: dict[str, object] | None) -> Iterator[None]:
     if arguments is None:
         yield
         return
+    arguments = {"hicache_storage_backend": "dynamic", **arguments}
     with warnings.catch_warnings(), get_context().override_server_args(**arguments):
         warnings.simplefilter("ignore")
         yield

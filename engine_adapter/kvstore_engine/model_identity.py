@@ -33,18 +33,19 @@ def model_name(model: str) -> str:
     return in_hub.group(1).replace("--", "/") if in_hub is not None else path.resolve().name
 
 
-def model_revision(model: str, given: str, *, key: str = "revision") -> str:
+def model_revision(model: str, given: str, *, key: str = "revision", hub_cache: str | None = None) -> str:
     """The revision in a namespace: the one `given`; or the commit of a hub snapshot; or a fingerprint of the model's files.
 
     Args:
         model: a directory, a file or, of the hub's cache, a name.
         given: by the operator; empty if nothing was.
         key: what the operator calls `given`.
+        hub_cache: where the engine has the hub's files; their usual place if None.
     Raises: KVStoreConfigError: IDENTITY_UNKNOWN; nothing was given, and there are no files to tell by.
     """
     if given.strip():
         return given
-    path = _path(model)
+    path = _path(model, hub_cache)
     commit = _SNAPSHOT.search(str(path))
     if commit is not None:
         return commit.group(1)
@@ -120,9 +121,9 @@ def _stamps(files: list[Path]) -> tuple[tuple[Path, int, int], ...]:
     return tuple((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
 
 
-def _path(model: str) -> Path:
+def _path(model: str, hub_cache: str | None = None) -> Path:
     path = Path(model or "model without a name")
-    return path if path.exists() else _hub_snapshot(model) or path
+    return path if path.exists() else _hub_snapshot(model, hub_cache) or path
 
 
 def _files(path: Path) -> list[Path]:
@@ -132,7 +133,7 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in found if file.name not in _IGNORED)
 
 
-def _hub_snapshot(model: str) -> Path | None:
+def _hub_snapshot(model: str, hub_cache: str | None) -> Path | None:
     """Where the hub's cache has a model's files, without asking the hub."""
     try:
         from huggingface_hub import snapshot_download
@@ -140,6 +141,6 @@ def _hub_snapshot(model: str) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(model, local_files_only=True))
+        return Path(snapshot_download(model, cache_dir=hub_cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None

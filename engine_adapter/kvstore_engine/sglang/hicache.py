@@ -12,6 +12,7 @@ the radix tree that the request has matched last. So there is a call to the stor
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from kvstore_client.buffers import byte_view
 from kvstore_engine.prefix_cache import CHECK_BUDGET_S
 from kvstore_engine.sglang.host_pages import HostPages
 from kvstore_engine.sglang.lanes import WIDTH, Lane
-from kvstore_engine.sglang.namespace import namespace_of
+from kvstore_engine.sglang.namespace import namespace_of, weights_in_use
 from kvstore_engine.sglang.settings import read_settings
 from kvstore_engine.sglang.traffic import Traffic
 from kvstore_engine.store_steps import StoreSteps, failure_of
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
     from kvstore_engine.sglang.host_pages import Page
     from kvstore_engine.sglang.lanes import PageCall
 
+_OTHER_WEIGHTS = (
+    "SGLang has been given other weights, and their KV is not that of the namespace; detach this backend, and attach it again "
+    "with a 'revision' of their own"
+)
+# The longest that finding and loading may take, whatever the pages' size. SGLang counts itself as idle while a cancelled request's
+# call goes on; when it then empties its cache it waits 10 s for the call's thread, and ends by an exception.
+LONGEST_S = 8.0
 _LOGGER = logging.getLogger("kvstore_engine.sglang")
 
 
@@ -67,14 +75,16 @@ class KVStoreHiCache(HiCacheStorage):
         A store that does not answer is no obstacle: pages miss until it does.
 
         Raises: KVStoreConfigError: the pool's pages are no blocks of the store, the weights cannot be told from others, or the
-            store refuses the namespace.
+            store refuses the namespace or does not know the traffic class.
         """
         super().register_mem_pool_host(mem_pool_host)
         self._pages = HostPages(mem_pool_host)
+        self._weights = weights_in_use()
         spec = namespace_of(self._settings, self._config, self._pages)
         self._namespace: NamespaceHandle = self._client.namespace(spec)
         self._steps = StoreSteps(self._namespace)
-        self._steps.register(CHECK_BUDGET_S)
+        if self._steps.register(CHECK_BUDGET_S) is None:
+            self._check_class()
         _LOGGER.info(
             "kvstore at %s keeps pages of %d bytes, layout %s, of model %s, revision %s, in namespace %s",
             self._settings.client.target,
@@ -91,12 +101,19 @@ class KVStoreHiCache(HiCacheStorage):
         Raises: KVStoreConfigError: names the pool.
         """
         if host_pool_name != PoolName.KV:
+            self.close()  # SGLang leaves a backend attached that refuses as late as this, if its server was running already
             raise KVStoreConfigError(
                 "INVALID_CONFIG",
                 f"SGLang keeps a pool {str(host_pool_name)!r} beside that of the KV, and only the KV's is supported; "
-                "run this model, or with these draft layers, without --hicache-storage-backend",
+                "run this model, or with these draft layers, without --hicache-storage-backend, and detach this backend from a "
+                "server that was running already",
             )
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _check_class(self) -> None:
+        asked = self._steps.look_up(Chain(bytes(HASH_BYTES)), self._settings.traffic_class, peek=True)
+        if asked.failure is not None and asked.failure.reason == "UNKNOWN_TRAFFIC_CLASS":
+            raise KVStoreConfigError("INVALID_CONFIG", f"traffic_class: {asked.failure.detail}")
 
     # What SGLang's threads call
 
@@ -132,7 +149,7 @@ class KVStoreHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Refuse: the store is shared with other engines.
 
-        Raises: NotImplementedError: says what to do instead. SGLang logs it, and tells its caller that nothing was cleared.
+        Raises: NotImplementedError: says what to do instead. SGLang logs it; its answer over HTTP says success all the same.
         """
         raise NotImplementedError(
             "a kvstore is shared and is not cleared from an engine; use `kvstore-admin namespace drop` with namespace "
@@ -187,7 +204,7 @@ class KVStoreHiCache(HiCacheStorage):
     def _find(self, names: Sequence[bytes]) -> int:
         if self._steps.refusal("read"):  # what cannot be loaded need not be found
             return 0
-        end_s = self._end_s(len(names))
+        end_s = self._end_s(len(names), LONGEST_S)
         troubles: list[Failure] = []
 
         def call(page: int, left_s: float) -> bool:
@@ -216,7 +233,7 @@ class KVStoreHiCache(HiCacheStorage):
             budget_s = min(left_s, self._namespace.budget_s(WIDTH * self._namespace.block_bytes))
             return pages[page].fill(fetch)
 
-        return self._move(self._reads, call, len(names), self._traffic.loaded)
+        return self._move(self._reads, call, self._end_s(len(names), LONGEST_S), len(names), self._traffic.loaded)
 
     def _save(self, names: Sequence[bytes], pages: Sequence[Page]) -> int:
         def call(page: int, left_s: float) -> bool:
@@ -226,17 +243,19 @@ class KVStoreHiCache(HiCacheStorage):
             )
             return [result.status for result in results] in ([PutStatus.STORED], [PutStatus.EXISTS])
 
-        return self._move(self._writes, call, len(names), self._traffic.saved)
+        return self._move(self._writes, call, self._end_s(len(names)), len(names), self._traffic.saved)
 
-    def _move(self, lane: Lane, call: PageCall, count: int, note: Callable[[int, int, float], None]) -> int:
+    def _move(
+        self, lane: Lane, call: PageCall, end_s: float, count: int, note: Callable[[int, int, float], None]
+    ) -> int:
         began_s = time.monotonic()
-        pages = lane.leading(count, call, self._end_s(count)).pages
+        pages = lane.leading(count, call, end_s).pages
         note(pages, pages * self._pages.page_bytes, time.monotonic() - began_s)
         return pages
 
-    def _end_s(self, pages: int) -> float:
+    def _end_s(self, pages: int, longest_s: float = math.inf) -> float:
         """When a batch has to have ended. Finding pages gets the time of moving them: it takes a small part of that."""
-        return time.monotonic() + self._namespace.budget_s(pages * self._namespace.block_bytes)
+        return time.monotonic() + min(longest_s, self._namespace.budget_s(pages * self._namespace.block_bytes))
 
     def _patience_s(self, size_bytes: int, left_s: float, width: int = 1) -> float:
         """What a call gets beyond its usual time, or short of it: `width` of them share the way, and the batch has its end."""
@@ -245,6 +264,8 @@ class KVStoreHiCache(HiCacheStorage):
     def _safely(self, step: str, work: Callable[[], int]) -> int:
         """Whatever goes wrong, SGLang's thread goes on."""
         try:
+            if weights_in_use() != self._weights:
+                raise KVStoreConfigError("IDENTITY_UNKNOWN", _OTHER_WEIGHTS)
             return work()
         except Exception as error:
             self._steps.note(step, failure_of(error))

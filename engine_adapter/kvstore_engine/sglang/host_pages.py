@@ -140,7 +140,13 @@ def _check(pool: Any) -> None:
     if page_size != BLOCK_TOKENS:
         raise _refused(
             f"SGLang's pages hold {page_size} tokens and the store's blocks {BLOCK_TOKENS}, and no page of one is a block of the "
-            f"other; start SGLang with --page-size {BLOCK_TOKENS}"
+            f"other; start SGLang with --page-size {BLOCK_TOKENS}, and if its log says that it changes that, with another "
+            "--attention-backend"
+        )
+    if pool.kv_buffer is None:
+        raise _refused(
+            "SGLang has started without a storage backend, and keeps this model's KV in the host memory of one rank alone; "
+            "start it with this backend"
         )
     drafts = pool.layer_num - getattr(pool, "target_layer_num", pool.layer_num)
     if drafts:
@@ -152,7 +158,10 @@ def _layout_text(pool: Any) -> str:
     shape = {name: getattr(pool, name, None) for name in ("head_num", "head_dim", "v_head_dim", "kv_cache_dim")}
     known = "".join(f" {name}={value}" for name, value in shape.items() if value is not None)
     layers = f"layers={pool.start_layer}-{pool.end_layer} layer_num={pool.layer_num}"
-    return f"{type(pool).__name__} {pool.layout} {layers}{known}"
+    # The host's memory has what the device has, page by page, in whichever order the device's kernels keep a page.
+    device = pool.device_k_buffers if hasattr(pool, "device_k_buffers") else pool.device_kv_buffers
+    rows = "x".join(str(size) for size in device[0].shape[1:]) if device else "none"
+    return f"{type(pool).__name__} {pool.layout} {layers}{known} device={rows}"
 
 
 def _refused(detail: str) -> KVStoreConfigError:

@@ -10,8 +10,17 @@ from kvstore_engine.plug_settings import PlugSettings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# SGLang's own: the first four load the plug, the last it adds by itself. Its other keys it takes out before the plug sees them.
-_OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
+# SGLang's own: the first four load the plug, the fifth it adds by itself. The others it takes out before the plug sees them, but
+# not where a decoding server saves what it has computed.
+_OF_SGLANG: Final = frozenset(
+    {"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"}
+    | {
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "hicache_storage_pass_prefix_keys",
+    }
+)
 # What SGLang decides. A setting without an effect is worse than an unknown one.
 _WITHOUT_EFFECT: Final = {
     "min_hit_tokens": "SGLang itself decides which hits are loaded, by its key 'prefetch_threshold'",

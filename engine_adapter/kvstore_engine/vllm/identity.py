@@ -57,7 +57,7 @@ def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
             "IDENTITY_UNKNOWN",
             "load_format is dummy, so the weights are none of the model's; set 'revision' to name them",
         )
-    return model_revision(model.model, settings.revision)
+    return model_revision(model.model, settings.revision, hub_cache=config.load_config.download_dir)
 
 
 def media_have_names(config: VllmConfig) -> bool:

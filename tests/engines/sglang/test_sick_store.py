@@ -17,12 +17,14 @@ from administering import flip_a_byte_of
 from fault_proxy import Fault, fault_proxy
 from hicaches import PAGE, back_up, contents, controller, device_pool, host_pool, prefetch, start_prefetch
 from kvstore_api.v1 import block_store_pb2 as pb
+from kvstore_client import Chain
 from serving import running_server, start_server
-from wire_server import wire_server
+from wire_server import frame, wire_server
 
 TOKENS = list(range(8 * PAGE))
 # Far beyond every budget here, and far below for ever.
 LATE_S = 30
+PAGE_BYTES = 49_152
 
 
 @contextmanager
@@ -179,6 +181,44 @@ def test_saves_that_hang_hold_up_no_look_up(model):
             peer.released.set()
             saves.join(LATE_S)
             assert not saves.is_alive()
+
+
+@pytest.mark.parametrize("slow", ["MatchPrefix", "GetBlocks"])
+def test_a_slow_store_does_not_end_a_server_that_empties_its_cache(model, monkeypatch, slow):
+    """SGLang waits 10 s for its threads, one of which may still be at work for a request that was cancelled."""
+    monkeypatch.setattr("kvstore_engine.sglang.hicache.LONGEST_S", 2.0)
+    hit = pb.MatchPrefixResponse(hit_length_blocks=1)
+    hit.plan.hit_tokens = hit.plan.replay_start_token = PAGE
+    tokens = list(range(64 * PAGE))
+    with wire_server() as peer:
+
+        def late(answer):
+            peer.released.wait(1.0)
+            return answer
+
+        answers = {
+            "MatchPrefix": lambda *_: hit,
+            "GetBlocks": lambda request, _: iter([frame(Chain(request.chain), {0: bytes(PAGE_BYTES)})]),
+        }
+        peer.answers |= answers
+        peer.answers[slow] = lambda *asked: late(answers[slow](*asked))
+        # The budget stands for that of larger pages.
+        with _attached(peer.target, model, base_budget_s=LATE_S, breaker_failures=0) as made:
+            asked = peer.calls.count(slow)
+            operation = start_prefetch(made, tokens)
+            if slow == "GetBlocks":
+                assert made.prefetch_hit_queue.get(timeout=60) is operation
+                operation.host_indices = made.mem_pool_host.alloc(len(tokens))
+                made.prefetch_buffer.put(operation)
+            while (
+                peer.calls.count(slow) < asked + 1
+                and made.prefetch_hit_queue.empty()
+                and made.ack_prefetch_queue.empty()
+            ):
+                time.sleep(0.01)
+            made.terminate_prefetch(operation)
+            made.reset()
+            assert made.prefetch_thread.is_alive()
 
 
 def test_calls_that_cannot_be_right_are_misses(server, model):
