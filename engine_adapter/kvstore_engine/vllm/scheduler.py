@@ -6,6 +6,7 @@ the store is asked once before it is computed; once more if vLLM has preempted i
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -47,6 +48,8 @@ ANSWER_KEEPS_S: Final = 5.0
 AGAIN_S: Final = 0.5
 # How long a step that computes nothing waits for a look-up.
 IDLE_S: Final = 0.001
+
+_LOGGER = logging.getLogger("kvstore_engine.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +135,10 @@ class SchedulerHalf:
 
         Nobody can tell other processes which weights these are now. So nothing is shared with them any more.
         """
+        _LOGGER.warning(
+            "vLLM was told to forget what connectors have, as after a change of weights: this process shares nothing any more with "
+            "what it stored before, nor with other processes; restart it to share again"
+        )
         self._weights = os.urandom(16)
         self._requests.clear()
 

@@ -325,6 +325,7 @@ def test_weights_that_are_replaced_in_a_running_engine_share_nothing_with_those_
         running.generate(ids)
         running.flush()
         assert running.reset()
+        assert "shares nothing" in running.log()
         assert cached_of(running.generate(ids)) == [0]
         running.flush()
         assert running.reset()
