@@ -13,8 +13,10 @@ import xxhash
 
 from kvstore_client import KVStoreConfigError
 
-# What else than weights decides a layer's output is in the configuration, and a tokenizer only decides which tokens come in.
-_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "adapter_config.json")
+# What else than weights decides a layer's output is in the configuration, and a tokenizer only decides which tokens come in. What
+# a model sees of an image is its processor's to say, in processor_config.json, preprocessor_config.json or the like.
+_CONFIGS: Final = ("config.json", "adapter_config.json", "*processor_config.json")
+_FILES: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", *_CONFIGS)
 # A file that no loader of weights reads, and that a training run leaves beside them.
 _IGNORED: Final = frozenset({"training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "scheduler.bin"})
 # Where the cache of the Hugging Face hub keeps the files of one commit.

@@ -56,6 +56,7 @@ def model_at(path, weights=b"w" * 1000, config="{}"):
         lambda path: (path / "model.safetensors").write_bytes(b"w" * 999 + b"v"),
         lambda path: (path / "model.safetensors").write_bytes(b"w" * 1001),
         lambda path: (path / "config.json").write_text('{"rope_theta": 1}'),
+        lambda path: (path / "preprocessor_config.json").write_text('{"image_mean": [0, 0, 0]}'),
         lambda path: (path / "model-2.safetensors").write_bytes(b""),
         lambda path: (path / "model.safetensors").rename(path / "renamed.safetensors"),
     ],

@@ -21,6 +21,27 @@ _SAYS_NOTHING = frozenset(
     {"_name_or_path", "transformers_version", "architectures", "bos_token_id", "eos_token_id", "pad_token_id"}
 )
 
+# What vLLM's settings for images and the like say of memory, transport and limits, which no embedding depends on. All others are
+# taken to change what the model sees.
+_MEDIA_SAYS_NOTHING = frozenset(
+    {
+        "allow_missing_mm_embeddings",
+        "enable_mm_embeds",
+        "interleave_mm_strings",
+        "language_model_only",
+        "limit_per_prompt",
+        "mm_encoder_only",
+        "mm_encoder_tp_mode",
+        "mm_hasher_algorithm",
+        "mm_ipc_gpu_memory_gb",
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+        "skip_mm_profiling",
+    }
+)
+
 # Ways to guess tokens that need no model of their own.
 _WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
@@ -61,9 +82,28 @@ def check_identity(config: VllmConfig, settings: PlugSettings) -> str:
 
 
 def media_have_names(config: VllmConfig) -> bool:
-    """Whether vLLM names images and the like by their contents. With both of its caches off it numbers them, in each process."""
+    """Whether vLLM's name of an image or the like says what the model sees.
+
+    With both of its caches off vLLM numbers them, in each process. With an encoder in FP8 its scales depend on what it saw before.
+    """
     multimodal = config.model_config.multimodal_config
-    return multimodal is None or multimodal.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
+    if multimodal is None:
+        return True
+    if multimodal.mm_encoder_attn_dtype is not None:
+        return False
+    return multimodal.mm_processor_cache_gb > 0 or bool(config.cache_config.enable_prefix_caching)
+
+
+def media_labels(config: VllmConfig) -> dict[str, str]:
+    """How this server has images and the like processed, for its namespace; empty for a model that takes none.
+
+    vLLM's name of an image says what its request wants of the processor, and nothing of what the server was told at its start.
+    """
+    multimodal = config.model_config.multimodal_config
+    if multimodal is None:
+        return {}
+    said = {name: value for name, value in vars(multimodal).items() if name not in _MEDIA_SAYS_NOTHING}
+    return {"media": config_digest(said)}
 
 
 def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, placement: Placement) -> NamespaceSpec:
@@ -91,6 +131,7 @@ def worker_namespace(config: VllmConfig, settings: PlugSettings, revision: str, 
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
             "quantization": str(model.quantization or ""),
+            **media_labels(config),
         },
     )
     spec.validate()

@@ -39,6 +39,11 @@ def small(tmp_path_factory):
     return make("small", tmp_path_factory.mktemp("models") / "small")
 
 
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory):
+    return make("seeing", tmp_path_factory.mktemp("models") / "seeing")
+
+
 @pytest.fixture
 def store(tmp_path):
     with running_server(tmp_path / "store", "--capacity", "4GiB") as server:

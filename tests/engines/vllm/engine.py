@@ -32,8 +32,8 @@ class Engine:
         self._connection = connection
         self._log_path = log_path
 
-    def generate(self, *prompts: list[int], **more: Any) -> list[dict[str, Any]]:
-        """All prompts at once. Returns: for each its `tokens`, and `cached` tokens of the prompt.
+    def generate(self, *prompts: list[int] | dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        """All prompts at once, each token ids or what else vLLM takes as one. Returns: for each its `tokens`, and `cached` tokens.
 
         More: `salt`, `lora` (name, directory), `traffic_class`, `max_tokens`; `reads_cache` False: its prompt is to be computed.
         """
@@ -130,7 +130,7 @@ def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) 
     )
 
     def generate(
-        prompts: list[list[int]],
+        prompts: list[list[int] | dict[str, Any]],
         salt: str | None = None,
         lora: list[str] | None = None,
         traffic_class: str = "",
@@ -145,7 +145,8 @@ def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) 
             extra_args=hints,
             skip_reading_prefix_cache=not reads_cache,
         )
-        inputs = [{"prompt_token_ids": ids, **({"cache_salt": salt} if salt is not None else {})} for ids in prompts]
+        whole = [one if isinstance(one, dict) else {"prompt_token_ids": one} for one in prompts]
+        inputs = [{**one, **({"cache_salt": salt} if salt is not None else {})} for one in whole]
         request = LoRARequest(lora[0], int(lora[2]), lora[1]) if lora else None
         outputs = llm.generate(inputs, sampling, use_tqdm=False, lora_request=request)
         return [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]

@@ -10,7 +10,24 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+# What stands for an image in a prompt of the model that sees; vLLM puts IMAGE_TOKENS in its place, marks around it included.
+IMAGE_TOKEN, IMAGE_TOKENS = 1000, 67
 
 
 def make(kind: str, path: Path) -> Path:
@@ -56,12 +73,65 @@ def save_small(path: Path, layer_types: list[str]) -> Path:
         pad_token_id=0,
     )
     model = Gemma3ForCausalLM(config).to(torch.bfloat16)
+    let_answers_differ(model)
+    model.save_pretrained(path)
+    return path
+
+
+def save_seeing(path: Path) -> Path:
+    """Like Idefics 3 and SmolVLM: a small Llama that sees images, which are 128 pixels wide at most. Random weights.
+
+    Its processor is one of those that run without torchvision, as few do.
+    """
+    torch.manual_seed(0)
+    tiles = (f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
+    marks = ["<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>", "\n", *tiles]
+    words = ["<pad>", "</s>", "<s>", *(f"w{number}" for number in range(3, IMAGE_TOKEN)), *marks]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="</s>",
+        bos_token="<s>",
+        additional_special_tokens=marks,
+    )
+    images = Idefics3ImageProcessorPil(
+        size={"longest_edge": 128}, max_image_size={"longest_edge": 64}, do_image_splitting=False
+    )
+    text = LlamaConfig(
+        vocab_size=1088,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=8192,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Idefics3Config(
+        text_config=text.to_dict(),
+        vision_config={**vision, "image_size": 64, "patch_size": 4},
+        image_token_id=IMAGE_TOKEN,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+    model = Idefics3ForConditionalGeneration(config)
+    let_answers_differ(model)
+    model.save_pretrained(path)
+    Idefics3Processor(images, tokenizer, image_seq_len=64).save_pretrained(path)
+    return path
+
+
+def let_answers_differ(model: torch.nn.Module) -> None:
+    """Draw weights large enough for that."""
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:
                 weights.normal_(0, 0.08)
-    model.save_pretrained(path)
-    return path
 
 
 def save_lora(path: Path, seed: int) -> Path:
@@ -82,6 +152,8 @@ def save_lora(path: Path, seed: int) -> Path:
 if __name__ == "__main__":
     if sys.argv[1] == "smollm2":
         save_smollm2(Path(sys.argv[2]))
+    elif sys.argv[1] == "seeing":
+        save_seeing(Path(sys.argv[2]))
     else:
         window = {"hybrid": "sliding_attention", "small": "full_attention"}[sys.argv[1]]
         save_small(Path(sys.argv[2]), [window, "full_attention"] * 3)

@@ -10,7 +10,7 @@ import torch
 from engine import transfer_config
 from models import save_lora
 from vllm import SamplingParams
-from vllm.config import KVTransferConfig, MultiModalConfig, VllmConfig, set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
@@ -30,7 +30,7 @@ from vllm.v1.request import Request
 from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, prefix_hashes, prefix_seed
 from kvstore_engine.plug_settings import PlugSettings
 from kvstore_engine.store_steps import StoreSteps
-from kvstore_engine.vllm.identity import attention_of, media_have_names
+from kvstore_engine.vllm.identity import attention_of, media_have_names, media_labels
 from kvstore_engine.vllm.messages import NOT_HERE, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.placement import Placement, stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name
@@ -207,24 +207,36 @@ def test_transfer_is_as_good_as_in_the_worker_with_the_least():
 
 
 @pytest.mark.parametrize(
-    ("cache_gb", "prefix_caching", "named"), [(0, False, False), (0, True, True), (4, False, True)]
+    ("settings", "named"),
+    [
+        ({"mm_processor_cache_gb": 0, "enable_prefix_caching": False}, False),
+        ({"mm_processor_cache_gb": 0, "enable_prefix_caching": True}, True),
+        ({"enable_prefix_caching": False}, True),
+        ({"mm_encoder_attn_dtype": "fp8"}, False),
+    ],
 )
-def test_image_that_vllm_only_numbers_has_no_name(cache_gb, prefix_caching, named):
+def test_image_that_vllm_only_numbers_or_sees_by_what_it_saw_before_has_no_name(seeing, settings, named):
     """With both of its caches off, its hash of an image is a count, and two processes count different images alike."""
-    config = VllmConfig()
-    config.cache_config.enable_prefix_caching = prefix_caching
-    config.model_config = ModelConfigWithMedia(cache_gb)
-    assert media_have_names(config) is named
+    assert media_have_names(EngineArgs(str(seeing), **settings).create_engine_config()) is named
     request = request_of(256, mm_features=[image("renderer0-mm-1-image-0", 10, 20)])
     assert has_name(request, media_have_names=named) is named
     assert has_name(request_of(256), media_have_names=named)
 
 
-class ModelConfigWithMedia:
-    """A model that takes images, which would have to be on the disk for a real ModelConfig."""
+def test_whatever_changes_what_a_model_sees_is_in_the_namespace(seeing, hybrid):
+    def labels(**settings) -> str:
+        return media_labels(EngineArgs(str(seeing), **settings).create_engine_config())["media"]
 
-    def __init__(self, cache_gb: float) -> None:
-        self.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+    one = labels()
+    assert labels(mm_processor_cache_gb=1, limit_mm_per_prompt={"image": 3}, mm_hasher_algorithm="sha256") == one
+    others = [
+        labels(mm_processor_kwargs={"rescale_factor": 0.001}),
+        labels(media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}),
+        labels(mm_encoder_attn_backend="TORCH_SDPA"),
+        labels(video_pruning_rate=0.5),
+    ]
+    assert len({one, *others}) == 1 + len(others)
+    assert media_labels(EngineArgs(str(hybrid)).create_engine_config()) == {}
 
 
 def test_kernels_for_other_instructions_are_another_attention(hybrid):
