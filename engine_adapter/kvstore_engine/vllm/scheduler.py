@@ -46,6 +46,8 @@ LOOK_UP_THREADS: Final = 4
 ANSWER_KEEPS_S: Final = 5.0
 # How long a request that could not be saved, or of which nobody knows what is stored, is left alone before it is tried again.
 AGAIN_S: Final = 0.5
+# A save that is in vain each time is tried less and less often: to offer blocks costs the engine's time.
+AGAIN_MAX_S: Final = 8.0
 # How long a step that computes nothing waits for a look-up.
 IDLE_S: Final = 0.001
 
@@ -82,6 +84,8 @@ class _Tracked:
         self.saved_blocks: int | None = None  # leading blocks that the store has, or was offered; None: nobody knows
         self.full_blocks = 0  # leading blocks that are computed, and might be saved
         self.gap = ""  # why those behind `saved_blocks` were not taken
+        self.gap_at = -1  # where the last began
+        self.pause_s = AGAIN_S
         self.save_again_s = 0.0  # not before then
         self.local_tokens = 0  # that vLLM had itself when it asked
         self.load_failed = False
@@ -112,6 +116,7 @@ class SchedulerHalf:
         self._last_output_s = 0.0
         self._stats = KVStoreStats()
         self._manager: KVCacheManager | None = None
+        self._has_tried_again = False  # in this step: one request does, or with many of them it would take seconds
         self._weights = b""
         self._adapters = Adapters()
 
@@ -281,6 +286,7 @@ class SchedulerHalf:
         self._running.append((time.monotonic(), output.total_num_scheduled_tokens))
         metadata = StepMetadata(self._loads, [], is_idle=not output.total_num_scheduled_tokens)
         self._loads = []
+        self._has_tried_again = False
         if metadata.is_idle:
             self._let_look_ups_go_on()
         computed = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
@@ -309,9 +315,11 @@ class SchedulerHalf:
             return []
         if tracked.look_up is not None and not tracked.look_up.done():
             return []  # it may be hashing
-        if time.monotonic() < tracked.save_again_s:
-            return []
-        tracked.gap = ""
+        if tracked.gap:
+            if self._has_tried_again or time.monotonic() < tracked.save_again_s:
+                return []
+            self._has_tried_again = True
+            tracked.gap = ""
         chains.grow(request, end)
         block_ids = self._manager.get_block_ids(request.request_id)
         engine_blocks = self._blocks_of(block_ids, first, end, 0, end * BLOCK_TOKENS)
@@ -368,15 +376,20 @@ class SchedulerHalf:
         for request_id, (first, end, reason) in report.gaps.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
-                if tracked.save_again_s < math.inf:  # what was refused stays so
-                    tracked.gap = reason
-                    tracked.save_again_s = time.monotonic() + AGAIN_S if reason in PASSING else math.inf
+                self._note_gap(tracked, first, reason)
             else:  # it has ended
                 self._stats.count_unsaved(reason, end - first)
         for request_id in report.given_up & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.gap, tracked.save_again_s = SKIPPED, math.inf
+
+    def _note_gap(self, tracked: _Tracked, first: int, reason: str) -> None:
+        tracked.pause_s = AGAIN_S if first > tracked.gap_at else min(2 * tracked.pause_s, AGAIN_MAX_S)
+        tracked.gap_at = first
+        tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
+        if tracked.save_again_s < math.inf:  # what was refused stays so
+            tracked.gap = reason
+            tracked.save_again_s = time.monotonic() + tracked.pause_s if reason in PASSING else math.inf
 
     def _note_speed(self) -> None:
         """The time of a step is that from its begin, or from the end of the one before, to its end."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
@@ -150,8 +152,8 @@ def spec_of(placement: Placement) -> NamespaceSpec:
     return NamespaceSpec(model="m", revision="r", engine="e", **about)
 
 
-def request_of(tokens: int, **more) -> Request:
-    return Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None, **more)
+def request_of(tokens: int, name: str = "r", **more) -> Request:
+    return Request(name, list(range(tokens)), SamplingParams(max_tokens=1), None, **more)
 
 
 def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
@@ -344,13 +346,18 @@ def scheduler_of_a_store_that(hybrid, monkeypatch):
     return made
 
 
-def compute(scheduler: SchedulerHalf, request: Request) -> list[Transfer]:
-    """All of it in one step. Returns: what is to be saved."""
+def compute(scheduler: SchedulerHalf, *requests: Request) -> list[Transfer]:
+    """All of them in one step. Returns: what is to be saved."""
     output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([], []))]
-    output.num_scheduled_tokens = {request.request_id: request.num_tokens}
-    output.total_num_scheduled_tokens = request.num_tokens
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([], [])) for request in requests]
+    output.num_scheduled_tokens = {request.request_id: request.num_tokens for request in requests}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
     return scheduler.step(output).saves
+
+
+def nothing(*_: object) -> pb.MatchPrefixResponse:
+    """What a store finds that has nothing."""
+    return pb.MatchPrefixResponse()
 
 
 def counts_of(scheduler: SchedulerHalf) -> dict[str, float]:
@@ -402,9 +409,42 @@ def test_block_that_the_store_refuses_is_tried_again_only_if_that_may_change(hyb
 
 def test_request_that_the_store_refused_is_not_taken_up_again_for_a_passing_reason(scheduler_of_a_store_that):
     """As of a block that was on its way behind the refused one, where it could not be hit."""
-    found = lambda *_: pb.MatchPrefixResponse()  # noqa: E731
-    with scheduler_of_a_store_that("kv_both", MatchPrefix=found) as (scheduler, request, _):
+    with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, request, _):
         compute(scheduler, request)
         for report in (WorkerReport(given_up={"r"}), WorkerReport(gaps={"r": (2, 3, "QUEUE_FULL")})):
             scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=report))
         assert scheduler._requests["r"].save_again_s == math.inf
+
+
+def test_blocks_that_find_no_store_are_offered_by_one_request_a_step_and_less_and_less_often(
+    scheduler_of_a_store_that, monkeypatch
+):
+    """To offer them costs the scheduler milliseconds, in which no request is computed."""
+    with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, _, _peer):
+        monkeypatch.setattr("kvstore_engine.vllm.scheduler.AGAIN_S", 0.5)
+        now_s = time.monotonic()
+        monkeypatch.setattr("kvstore_engine.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now_s))
+        manager = KVCacheManager(HYBRID, 1000, scheduler_block_size=32, hash_block_size=32, enable_caching=False)
+        scheduler.bind(manager)
+        requests = [request_of(260, name) for name in ("a", "b")]
+        for request in requests:
+            while scheduler.matched_tokens(request, 0) is None:
+                time.sleep(0.01)
+            assert manager.allocate_slots(request, request.num_tokens) is not None
+        begun_s, offered = now_s, []
+        while now_s < begun_s + 60:
+            saves = compute(scheduler, *requests)
+            assert len(saves) == (2 if now_s == begun_s else len(saves[:1]))
+            offered += [save.request_id for save in saves]
+            gaps = {save.request_id: (0, 2, "BREAKER_OPEN") for save in saves}
+            scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
+            now_s += 0.1
+        assert 8 < offered.count("a") == offered.count("b") < 16
+        # Once some of it is taken, it goes on as at first.
+        now_s += 10
+        (save,) = compute(scheduler, *requests)
+        gaps = {save.request_id: (1, 2, "QUEUE_FULL")}
+        scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
+        now_s += 0.6
+        request = next(request for request in requests if request.request_id in gaps)
+        assert [save.first_block for save in compute(scheduler, request)] == [1]
