@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -51,6 +52,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        self._handled: BaseException | None = None  # that the caller was handling when the step began
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(settings, vllm_config, kv_cache_config)
         else:
@@ -150,6 +152,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """For the scheduler."""
         return self._at_worker.identity()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._handled = sys.exc_info()[1]
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
         """Begin this step's loads."""
         del forward_context, kwargs
@@ -168,8 +175,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are saved whole, at the end of a step."""
 
     def wait_for_save(self) -> None:
-        """The step has been computed."""
-        self._at_worker.start_saves(self._step, self._place)
+        """The step has been computed; or has failed, since vLLM calls this while its exception is on the way, too."""
+        has_failed = sys.exc_info()[1] is not self._handled
+        self._at_worker.start_saves(self._step, self._place, has_failed=has_failed)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that have ended. With one KV group vLLM keeps the blocks that are valid; with several it starts anew."""

@@ -60,8 +60,14 @@ QUEUE_S: Final = 1.0
 # The engine has let go of a window before its blocks could be copied.
 WINDOW_GONE: Final = "WINDOW_GONE"
 
-# Why a block is not saved that may be saved later. After anything else its request is not saved any further.
-PASSING: Final = frozenset({QUEUE_FULL, BREAKER_OPEN, UNREACHABLE, DEADLINE})
+# A look-up has found no thread in time.
+LOOK_UP_BUSY: Final = "LOOK_UP_BUSY"
+
+# Why a block is not saved, or nobody knows what is stored, that may be otherwise soon: the last three are what a server says. After
+# anything else a request is not saved any further.
+PASSING: Final = frozenset(
+    {QUEUE_FULL, LOOK_UP_BUSY, BREAKER_OPEN, UNREACHABLE, DEADLINE, "DEADLINE_EXCEEDED", "NOT_SERVING", "OVERLOADED"}
+)
 
 # The id of a block that holds nothing; vLLM's own null block has id 0.
 NOT_HERE = 0

@@ -61,7 +61,7 @@ class Adapters:
         except (OSError, KVStoreConfigError) as error:
             _LOGGER.warning("requests with LoRA %r do without the store: %s", lora.lora_name, error)
             return None
-        identity = b"\0".join((fingerprint.encode(), lora.lora_name.encode()))
+        identity = b"\0".join((fingerprint.encode(), _bytes_of(lora.lora_name)))
         if self._seen.setdefault(lora.lora_int_id, identity) != identity:
             _LOGGER.warning(
                 "requests with LoRA %r do without the store: its files are not those it began with", lora.lora_name
@@ -82,7 +82,7 @@ class Chains:
         cls, request: Request, namespaces: Mapping[WorkerPlace, bytes], adapter: bytes, weights: bytes = b""
     ) -> Chains:
         """Those of a request, of no block yet. `weights`: what tells the model's present weights from its first ones."""
-        salt = (request.cache_salt or "").encode()
+        salt = _bytes_of(request.cache_salt or "")
         adapter += b"\0" + weights if weights else b""
         seeds = {place: prefix_seed(digest, salt=salt, adapter=adapter) for place, digest in namespaces.items()}
         return cls(seeds, dict.fromkeys(seeds, b""))
@@ -125,4 +125,9 @@ def _extra_keys(request: Request, first: int, end: int) -> dict[int, Sequence[by
 
 
 def _mm_key(identifier: Any, offset: int) -> bytes:  # noqa: ANN401 - vLLM's hash of the item, or the user's name of it
-    return f"{offset}:{identifier}".encode()
+    return _bytes_of(f"{offset}:{identifier}")
+
+
+def _bytes_of(text: str) -> bytes:
+    """JSON may have half of a surrogate pair in a text, which vLLM takes for a name as good as others."""
+    return text.encode(errors="surrogatepass")

@@ -21,7 +21,7 @@ from kvstore_client import Chain, KVStoreClient, NamespaceSpec
 from kvstore_engine.prefix_cache import SKIPPED
 from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import media_have_names
-from kvstore_engine.vllm.messages import PASSING, QUEUE_S, StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.messages import LOOK_UP_BUSY, PASSING, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name, traffic_class
@@ -46,8 +46,13 @@ LOOK_UP_THREADS: Final = 4
 ANSWER_KEEPS_S: Final = 5.0
 # How long a request that could not be saved, or of which nobody knows what is stored, is left alone before it is tried again.
 AGAIN_S: Final = 0.5
+# A save that is in vain each time is tried less and less often: to offer blocks costs the engine's time.
+AGAIN_MAX_S: Final = 8.0
 # How long a step that computes nothing waits for a look-up.
 IDLE_S: Final = 0.001
+
+# A request's KV depends on weights that cannot be told from others.
+NO_NAME: Final = "NO_NAME"
 
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
@@ -56,13 +61,12 @@ _LOGGER = logging.getLogger("kvstore_engine.vllm")
 class _Answer:
     """What a look-up has found, and how many blocks of the prompt could have been loaded: its last token is always computed.
 
-    `failed`: nobody knows what is stored. `nameless`: and nobody can, since the request's KV has no name.
+    `trouble`: why nobody knows what is stored.
     """
 
     hit_blocks: int = 0
     leases: dict[WorkerPlace, bytes] = field(default_factory=dict)
-    failed: bool = False
-    nameless: bool = False
+    trouble: str = ""
     usable_blocks: int = 0
     at_s: float = 0.0
 
@@ -80,6 +84,8 @@ class _Tracked:
         self.saved_blocks: int | None = None  # leading blocks that the store has, or was offered; None: nobody knows
         self.full_blocks = 0  # leading blocks that are computed, and might be saved
         self.gap = ""  # why those behind `saved_blocks` were not taken
+        self.gap_at = -1  # where the last began
+        self.pause_s = AGAIN_S
         self.save_again_s = 0.0  # not before then
         self.local_tokens = 0  # that vLLM had itself when it asked
         self.load_failed = False
@@ -110,6 +116,7 @@ class SchedulerHalf:
         self._last_output_s = 0.0
         self._stats = KVStoreStats()
         self._manager: KVCacheManager | None = None
+        self._has_tried_again = False  # in this step: one request does, or with many of them it would take seconds
         self._weights = b""
         self._adapters = Adapters()
 
@@ -212,13 +219,13 @@ class SchedulerHalf:
         """What the look-up has found, once it has ended; it is given up when it has not begun in `QUEUE_S`."""
         look_up = tracked.look_up
         if look_up is None:
-            return _Answer(failed=True)
+            return _Answer(trouble=LOOK_UP_BUSY)
         if not look_up.done():
             if time.monotonic() - tracked.begun_s > QUEUE_S and look_up.cancel():
                 tracked.look_up = None
-                self._stats.count_miss("LOOK_UP_BUSY")
+                self._stats.count_miss(LOOK_UP_BUSY)
                 tracked.load_failed = True  # it goes on at once, and is not asked for again
-                return _Answer(failed=True)
+                return _Answer(trouble=LOOK_UP_BUSY)
             return None
         return look_up.result()
 
@@ -227,8 +234,7 @@ class SchedulerHalf:
         try:
             answer = self._asked(tracked, tokens // BLOCK_TOKENS, is_use=is_use)
         except Exception as error:  # a bug; neither the engine nor the thread may end by it
-            self._stats.count_miss(type(error).__name__)
-            answer = _Answer(failed=True)
+            answer = self._missed(type(error).__name__, is_use=is_use)
         return replace(answer, usable_blocks=(tokens - 1) // BLOCK_TOKENS, at_s=time.monotonic())
 
     def _asked(self, tracked: _Tracked, full_blocks: int, *, is_use: bool) -> _Answer:
@@ -236,7 +242,7 @@ class SchedulerHalf:
         if tracked.chains is None:
             adapter = self._adapters.identity_of(request)
             if adapter is None:
-                return _Answer(failed=True, nameless=True)
+                return self._missed(NO_NAME, is_use=is_use)
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
             tracked.chains = Chains.of(request, digests, adapter, self._weights)
         if full_blocks < 1:
@@ -260,11 +266,11 @@ class SchedulerHalf:
     def _missed(self, reason: str, *, is_use: bool) -> _Answer:
         if is_use:
             self._stats.count_miss(reason)
-        return _Answer(failed=True)
+        return _Answer(trouble=reason)
 
     def _count(self, tracked: _Tracked, answer: _Answer) -> bool:
         """Count a request's hit, once. Returns: whether this was the time."""
-        if tracked.saved_blocks is None and not answer.failed:
+        if tracked.saved_blocks is None and not answer.trouble:
             tracked.saved_blocks = answer.hit_blocks
         if tracked.counted:
             return False
@@ -280,6 +286,7 @@ class SchedulerHalf:
         self._running.append((time.monotonic(), output.total_num_scheduled_tokens))
         metadata = StepMetadata(self._loads, [], is_idle=not output.total_num_scheduled_tokens)
         self._loads = []
+        self._has_tried_again = False
         if metadata.is_idle:
             self._let_look_ups_go_on()
         computed = {data.req_id: data.num_computed_tokens for data in output.scheduled_new_reqs}
@@ -308,9 +315,11 @@ class SchedulerHalf:
             return []
         if tracked.look_up is not None and not tracked.look_up.done():
             return []  # it may be hashing
-        if time.monotonic() < tracked.save_again_s:
-            return []
-        tracked.gap = ""
+        if tracked.gap:
+            if self._has_tried_again or time.monotonic() < tracked.save_again_s:
+                return []
+            self._has_tried_again = True
+            tracked.gap = ""
         chains.grow(request, end)
         block_ids = self._manager.get_block_ids(request.request_id)
         engine_blocks = self._blocks_of(block_ids, first, end, 0, end * BLOCK_TOKENS)
@@ -321,10 +330,11 @@ class SchedulerHalf:
     def _learn_what_is_stored(self, tracked: _Tracked) -> None:
         if tracked.look_up is not None and not tracked.look_up.done():
             return
-        answer = tracked.look_up.result() if tracked.look_up is not None else _Answer(failed=True)
+        answer = tracked.look_up.result() if tracked.look_up is not None else _Answer(trouble=LOOK_UP_BUSY)
         self._count(tracked, answer)
+        tracked.gap = answer.trouble
         is_due = time.monotonic() - answer.at_s > AGAIN_S
-        if answer.failed and not answer.nameless and is_due and self._saves_wanted:
+        if answer.trouble in PASSING and is_due and self._saves_wanted:
             self._ask(tracked, is_use=False)
 
     def _blocks_of(
@@ -366,14 +376,20 @@ class SchedulerHalf:
         for request_id, (first, end, reason) in report.gaps.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
-                tracked.gap = reason
-                tracked.save_again_s = time.monotonic() + AGAIN_S if reason in PASSING else math.inf
+                self._note_gap(tracked, first, reason)
             else:  # it has ended
                 self._stats.count_unsaved(reason, end - first)
         for request_id in report.given_up & self._requests.keys():
             tracked = self._requests[request_id]
             tracked.gap, tracked.save_again_s = SKIPPED, math.inf
+
+    def _note_gap(self, tracked: _Tracked, first: int, reason: str) -> None:
+        tracked.pause_s = AGAIN_S if first > tracked.gap_at else min(2 * tracked.pause_s, AGAIN_MAX_S)
+        tracked.gap_at = first
+        tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
+        if tracked.save_again_s < math.inf:  # what was refused stays so
+            tracked.gap = reason
+            tracked.save_again_s = time.monotonic() + tracked.pause_s if reason in PASSING else math.inf
 
     def _note_speed(self) -> None:
         """The time of a step is that from its begin, or from the end of the one before, to its end."""
@@ -387,8 +403,13 @@ class SchedulerHalf:
     def forget(self, request: Request) -> None:
         """The request has ended."""
         tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.gap and tracked.saved_blocks is not None:
-            self._stats.count_unsaved(tracked.gap, max(0, tracked.full_blocks - tracked.saved_blocks))
+        if tracked is None:
+            return
+        if tracked.look_up is not None:
+            tracked.look_up.cancel()
+        unsaved_blocks = tracked.full_blocks - (tracked.saved_blocks or 0)
+        if tracked.gap and self._saves_wanted and unsaved_blocks > 0:
+            self._stats.count_unsaved(tracked.gap, unsaved_blocks)
 
     def stats(self) -> KVStoreStats | None:
         """What was counted since the last time."""

@@ -103,7 +103,7 @@ class WorkerHalf:
         self._under_way = 0
         self._gaps: dict[str, Gap] = {}
         self._given_up: set[str] = set()
-        self._idle = False
+        self._idle = self._has_failed = False
         self._report: WorkerReport | None = None
         self._invalid: set[int] = set()
         self._ready: _Ready | None = None
@@ -255,9 +255,13 @@ class WorkerHalf:
 
     # Saves
 
-    def start_saves(self, metadata: StepMetadata, place: WorkerPlace) -> None:
-        """Copy out what this step has computed. Waits for the copy, and not for the store."""
-        for transfer in metadata.saves:
+    def start_saves(self, metadata: StepMetadata, place: WorkerPlace, *, has_failed: bool = False) -> None:
+        """Copy out what this step has computed. Waits for the copy, and not for the store.
+
+        Nothing is saved of a step that `has_failed`, nor of a later one: nobody knows what the engine's memory holds.
+        """
+        self._has_failed = self._has_failed or has_failed
+        for transfer in [] if self._has_failed else metadata.saves:
             began_s = time.monotonic()
             self._save(transfer, place)
             self._stats.add("copy_seconds", time.monotonic() - began_s)
@@ -265,13 +269,14 @@ class WorkerHalf:
     def _save(self, transfer: Transfer, place: WorkerPlace) -> None:
         assert self._ready is not None
         placement, _, steps, _ = self._ready
-        count = len(transfer.engine_blocks[0])
-        whole = next((n for n in range(count) if not placement.is_whole(transfer.engine_blocks, n)), count)
-        refusal = steps.refusal("write")
-        taken = 0 if refusal or not whole else self._saves.reserve(whole, placement.block_bytes)
+        count, refusal = len(transfer.engine_blocks[0]), steps.refusal("write")
+        taken = whole = 0
+        if not refusal:
+            whole = next((n for n in range(count) if not placement.is_whole(transfer.engine_blocks, n)), count)
+            taken = self._saves.reserve(whole, placement.block_bytes)
         end = transfer.first_block + taken
         if taken < count:
-            reason = WINDOW_GONE if taken == whole else refusal or QUEUE_FULL
+            reason = refusal or (WINDOW_GONE if taken == whole else QUEUE_FULL)
             self._note_gap(transfer.request_id, (end, transfer.first_block + count, reason))
         if not taken:
             return

@@ -55,6 +55,10 @@ class Engine:
         """Have vLLM forget its own prefix cache, and what connectors have."""
         return self._ask("reset")
 
+    def generate_with_a_layer_that_fails(self, ids: list[int]) -> str:
+        """Returns: the error that it ends with."""
+        return self._ask("fail", ids=ids)
+
     def log(self) -> str:
         """What the process has written."""
         return self._log_path.read_text()
@@ -170,7 +174,20 @@ def be_engine(connection: Connection, arguments: dict[str, Any], log_path: str) 
         handles = sorted(scheduler._namespaces.items())
         return [handle.spec.to_proto().SerializeToString() for _, handle in handles]
 
+    def fail(ids: list[int]) -> str:
+        def raise_error(*_: Any, **__: Any) -> None:
+            raise ArithmeticError("a layer fails")
+
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        runner.model.model.layers[3].forward = raise_error
+        try:
+            generate([ids])
+        except ArithmeticError as error:
+            return str(error)
+        return ""
+
     commands = {
+        "fail": fail,
         "generate": generate,
         "metrics": metrics,
         "namespaces": namespaces,

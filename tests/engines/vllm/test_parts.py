@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
+import grpc
 import pytest
 import torch
 from engine import transfer_config
@@ -15,7 +18,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     FullAttentionSpec,
@@ -27,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstore_api.v1 import block_store_pb2 as pb
 from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, NamespaceSpec, prefix_hashes, prefix_seed
 from kvstore_engine.plug_settings import PlugSettings
 from kvstore_engine.store_steps import StoreSteps
@@ -36,6 +41,7 @@ from kvstore_engine.vllm.placement import Placement, stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name
 from kvstore_engine.vllm.scheduler import SchedulerHalf
 from kvstore_engine.vllm.worker import WorkerHalf, _Ready
+from wire_server import refuse, wire_server
 
 BLOCKS = 40
 DIGEST = bytes(range(32))
@@ -141,8 +147,13 @@ def test_memory_that_cannot_be_stored_rightly_is_refused(config, message):
         stored_groups(config)
 
 
-def request_of(tokens: int, **more) -> Request:
-    return Request("r", list(range(tokens)), SamplingParams(max_tokens=1), None, **more)
+def spec_of(placement: Placement) -> NamespaceSpec:
+    about = {"layout": placement.layout, "kv_dtype": placement.dtype, "block_bytes": placement.block_bytes}
+    return NamespaceSpec(model="m", revision="r", engine="e", **about)
+
+
+def request_of(tokens: int, name: str = "r", **more) -> Request:
+    return Request(name, list(range(tokens)), SamplingParams(max_tokens=1), None, **more)
 
 
 def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
@@ -304,14 +315,7 @@ def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, wait
         closing(WorkerHalf(PlugSettings.read({"target": store.target}), config, HYBRID)) as worker,
     ):
         placement = Placement(HYBRID, caches)
-        spec = NamespaceSpec(
-            model="m",
-            revision="r",
-            engine="e",
-            layout=placement.layout,
-            kv_dtype=placement.dtype,
-            block_bytes=placement.block_bytes,
-        )
+        spec = spec_of(placement)
         chain = filler.namespace(spec).chain(range(128))
         assert filler.namespace(spec).put(chain, bytes(placement.block_bytes)).stored == 1
         if not stored:
@@ -326,3 +330,133 @@ def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, wait
         assert report is not None
         assert report.loaded_blocks == {"r": blocks}
         assert report.absent == ({"r"} if is_absent else set())
+
+
+LASTING, PASSING = ("UNKNOWN_TRAFFIC_CLASS", False), ("OVERLOADED", True)
+
+
+@pytest.fixture
+def scheduler_of_a_store_that(hybrid, monkeypatch):
+    """A scheduler's half that asks again at once, and a request of three full blocks that has been looked up."""
+    monkeypatch.setattr("kvstore_engine.vllm.scheduler.AGAIN_S", 0.0)
+
+    @contextmanager
+    def made(role, **answers):
+        with wire_server() as peer:
+            peer.answers.update(answers)
+            transfer = {**transfer_config(peer.target), "kv_role": role}
+            config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+            settings = PlugSettings.read({"target": peer.target, "base_budget_s": 5})
+            spec = NamespaceSpec(model="m", revision="r", engine="e", layout="l", kv_dtype="d", block_bytes=64)
+            with closing(SchedulerHalf(settings, config, HYBRID)) as scheduler:
+                scheduler.meet_workers({PLACE: spec.to_proto().SerializeToString()})
+                request = request_of(400)
+                while scheduler.matched_tokens(request, 0) is None:
+                    time.sleep(0.01)
+                yield scheduler, request, peer
+
+    return made
+
+
+def compute(scheduler: SchedulerHalf, *requests: Request) -> list[Transfer]:
+    """All of them in one step. Returns: what is to be saved."""
+    output = SchedulerOutput.make_empty()
+    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([], [])) for request in requests]
+    output.num_scheduled_tokens = {request.request_id: request.num_tokens for request in requests}
+    output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
+    return scheduler.step(output).saves
+
+
+def nothing(*_: object) -> pb.MatchPrefixResponse:
+    """What a store finds that has nothing."""
+    return pb.MatchPrefixResponse()
+
+
+def counts_of(scheduler: SchedulerHalf) -> dict[str, float]:
+    stats = scheduler.stats()
+    return {name: count for name, count in stats.data.items() if ":" in name} if stats is not None else {}
+
+
+@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
+@pytest.mark.parametrize(("reason", "is_asked_again"), [LASTING, PASSING])
+def test_look_up_that_the_store_refuses_is_tried_again_only_if_that_may_change(
+    scheduler_of_a_store_that, role, reason, is_asked_again
+):
+    def refusal(_, context):
+        refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+
+    with scheduler_of_a_store_that(role, MatchPrefix=refusal) as (scheduler, request, peer):
+        for _ in range(10):
+            assert compute(scheduler, request) == []
+            time.sleep(0.02)
+        assert (peer.calls.count("MatchPrefix") > 1) is is_asked_again
+        scheduler.forget(request)
+        # A miss is counted once, and what was never saved as well, whoever only saves included.
+        misses = {f"misses:{reason}": 1} if role == "kv_both" else {}
+        assert counts_of(scheduler) == {f"unsaved_blocks:{reason}": 3, **misses}
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_saved_again"), [("STORE_FULL", False), ("OVERLOADED", True), ("NOT_SERVING", True)]
+)
+def test_block_that_the_store_refuses_is_tried_again_only_if_that_may_change(hybrid, reason, is_saved_again):
+    with wire_server() as peer:
+        peer.answers["PutBlocks"] = lambda _, context: refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
+        transfer, caches = transfer_config(peer.target), caches_of(HYBRID)
+        config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
+        settings = PlugSettings.read({"target": peer.target, "base_budget_s": 5})
+        with KVStoreClient(settings.client) as client, closing(WorkerHalf(settings, config, HYBRID)) as worker:
+            namespace = client.namespace(spec_of(Placement(HYBRID, caches)))
+            worker._ready = _Ready(Placement(HYBRID, caches), namespace, StoreSteps(namespace), b"")
+            chain = namespace.chain(range(256))
+            blocks = [[[1, 2, 3, 4], [5, 6, 7, 8]], [[9, 10, 11, 12], [13, 14, 15, 16]]]
+            worker.start_saves(StepMetadata([], [Transfer("r", {PLACE: chain.data}, {}, 0, blocks, "")]), PLACE)
+            assert worker.flush(30)
+            worker.finished_loads()
+            report = worker.report()
+    assert report is not None
+    assert report.gaps == ({"r": (0, 2, reason)} if is_saved_again else {})
+    assert report.given_up == (set() if is_saved_again else {"r"})
+
+
+def test_request_that_the_store_refused_is_not_taken_up_again_for_a_passing_reason(scheduler_of_a_store_that):
+    """As of a block that was on its way behind the refused one, where it could not be hit."""
+    with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, request, _):
+        compute(scheduler, request)
+        for report in (WorkerReport(given_up={"r"}), WorkerReport(gaps={"r": (2, 3, "QUEUE_FULL")})):
+            scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=report))
+        assert scheduler._requests["r"].save_again_s == math.inf
+
+
+def test_blocks_that_find_no_store_are_offered_by_one_request_a_step_and_less_and_less_often(
+    scheduler_of_a_store_that, monkeypatch
+):
+    """To offer them costs the scheduler milliseconds, in which no request is computed."""
+    with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, _, _peer):
+        monkeypatch.setattr("kvstore_engine.vllm.scheduler.AGAIN_S", 0.5)
+        now_s = time.monotonic()
+        monkeypatch.setattr("kvstore_engine.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now_s))
+        manager = KVCacheManager(HYBRID, 1000, scheduler_block_size=32, hash_block_size=32, enable_caching=False)
+        scheduler.bind(manager)
+        requests = [request_of(260, name) for name in ("a", "b")]
+        for request in requests:
+            while scheduler.matched_tokens(request, 0) is None:
+                time.sleep(0.01)
+            assert manager.allocate_slots(request, request.num_tokens) is not None
+        begun_s, offered = now_s, []
+        while now_s < begun_s + 60:
+            saves = compute(scheduler, *requests)
+            assert len(saves) == (2 if now_s == begun_s else len(saves[:1]))
+            offered += [save.request_id for save in saves]
+            gaps = {save.request_id: (0, 2, "BREAKER_OPEN") for save in saves}
+            scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
+            now_s += 0.1
+        assert 8 < offered.count("a") == offered.count("b") < 16
+        # Once some of it is taken, it goes on as at first.
+        now_s += 10
+        (save,) = compute(scheduler, *requests)
+        gaps = {save.request_id: (1, 2, "QUEUE_FULL")}
+        scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
+        now_s += 0.6
+        request = next(request for request in requests if request.request_id in gaps)
+        assert [save.first_block for save in compute(scheduler, request)] == [1]

@@ -136,13 +136,13 @@ def test_prefix_grows_over_turns_and_processes(start):
 def test_salts_and_traffic_classes(start, expected):
     ids = PROMPTS[-1]
     with start() as running:
-        for salt in (None, "a", "b@/\n\u00e9"):
+        for salt in (None, "a", "b@/\n\u00e9", "\ud800"):
             outputs = running.generate(ids, salt=salt, traffic_class="agent")
             assert tokens_of(outputs) == expected[-1:]
             assert cached_of(outputs) == [0], salt
         running.flush()
     with start(enable_prefix_caching=False) as other:
-        for salt in (None, "a", "b@/\n\u00e9"):
+        for salt in (None, "a", "b@/\n\u00e9", "\ud800"):
             assert cached_of(other.generate(ids, salt=salt, traffic_class="agent")) == [usable(len(ids))], salt
         for salt in ("", "A", "ab", "b"):
             output = other.generate(ids, salt=salt) if salt else other.generate(prompt(len(ids), 1))
@@ -330,6 +330,16 @@ def test_weights_that_are_replaced_in_a_running_engine_share_nothing_with_those_
         running.flush()
         assert running.reset()
         assert cached_of(running.generate(ids)) == [0]
+
+
+def test_nothing_is_stored_of_a_step_that_fails(start, store):
+    """VLLM ends a step that fails as it ends any other: what lies in its memory then is anything."""
+    ids = PROMPTS[-1]
+    with start() as running, KVStoreClient(ClientConfig(target=store.target, base_budget_s=30)) as client:
+        assert running.generate_with_a_layer_that_fails(ids) == "a layer fails"
+        running.flush()
+        namespace = namespace_of(client, running)
+        assert namespace.match(namespace.chain(ids), peek=True).hit_length_blocks == 0
 
 
 @pytest.mark.parametrize(
