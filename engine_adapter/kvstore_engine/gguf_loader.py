@@ -65,10 +65,23 @@ def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class PlainReader(GGUFReader):
+    """With the file as a plain array: parsing slices it for each word of a vocabulary, and slices of `np.memmap` are slow."""
+
+    @property
+    def data(self) -> Any:  # noqa: ANN401 - np.memmap in the base class
+        """The file's bytes."""
+        return self._data
+
+    @data.setter
+    def data(self, mapped: Any) -> None:  # noqa: ANN401
+        self._data = mapped.view(np.ndarray)
+
+
 def open_gguf(path: Path) -> GGUFReader:
     """Map a GGUF file and parse its metadata. Raises: ModelFileError: it is missing or is not a GGUF file."""
     try:
-        return GGUFReader(path)
+        return PlainReader(path)
     except (OSError, ValueError, LookupError) as error:
         raise ModelFileError(f"cannot read {path} as a GGUF file: {error}") from error
 

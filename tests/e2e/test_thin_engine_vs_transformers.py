@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+import gguf
 import pytest
 import torch
 import transformers.modeling_utils
@@ -14,7 +15,7 @@ from transformers import LlamaConfig as ReferenceConfig
 
 from hooks import Loaded, Saved
 from kvstore_engine.engine import Engine
-from kvstore_engine.gguf_loader import load_model, open_gguf, smollm2_gguf_path
+from kvstore_engine.gguf_loader import PlainReader, load_model, open_gguf, smollm2_gguf_path
 from kvstore_engine.hook import LoadedPrefix
 from kvstore_engine.kv_pool import KVPool
 from kvstore_engine.model import Llama, LlamaConfig, LlamaWeights, Span, random_weights
@@ -81,6 +82,7 @@ def reference_model() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Reading a GGUF file asks for the package accelerate, but on a CPU does nothing with it.
         patch.setattr(transformers.modeling_utils, "is_accelerate_available", lambda: True)
+        patch.setattr(gguf, "GGUFReader", PlainReader)  # parses the same in a fraction of the time
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
