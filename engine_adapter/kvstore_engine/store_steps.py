@@ -113,7 +113,8 @@ class StoreSteps:
             patience_s: what the call may take beyond its usual time.
             budget_s: what it may take, instead of its usual time.
         """
-        budget_s = budget_s or self._budget_s(len(chain.data), patience_s)
+        if budget_s is None:
+            budget_s = self._budget_s(len(chain.data), patience_s)
         match = _guarded(
             lambda: self._namespace.match(chain, traffic_class or "", peek=peek, budget_s=budget_s),
             lambda failure: MatchResult(failure=failure),

@@ -80,16 +80,13 @@ def everything(model: Any, generated: Any) -> tuple[torch.Tensor, torch.Tensor, 
     )
 
 
-NEW_TOKENS = 16
-DTYPES = [(kind, torch.float32) for kind in KINDS if kind != "qwen2"] + [
-    ("llama", torch.bfloat16),
-    ("gemma3", torch.float16),
-]
+NEW_TOKENS = 50
+DTYPES = [(kind, torch.float32) for kind in KINDS] + [("llama", torch.bfloat16), ("gemma3", torch.float16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), DTYPES)
 def test_hit_gives_what_a_cold_run_gives(server: RunningServer, kind: str, dtype: torch.dtype):
-    model, prompt = make_model(kind, dtype=dtype), prompt_of(370)
+    model, prompt = make_model(kind, dtype=dtype), prompt_of(350)
     given = {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "output_logits": True}
     tokens, logits, kv = everything(model, alone(model, prompt, **given))
     with open_store(model, server.target) as store:
@@ -101,10 +98,10 @@ def test_hit_gives_what_a_cold_run_gives(server: RunningServer, kind: str, dtype
         assert (store.stats().hit_tokens, store.stats().exists_blocks) == (256, 1)
     assert torch.equal(cold[0], tokens)
     assert torch.equal(cold[1], logits)
-    assert len(set(tokens[0, 370:].tolist())) > 5  # a model that repeats itself would tell nothing
+    assert len(set(tokens[0, 350:].tolist())) > 5  # a model that repeats itself would tell nothing
     # A run that computes less at a time rounds elsewhere, which in few bits decides between tokens.
     same = NEW_TOKENS if dtype is torch.float32 else 1
-    assert torch.equal(hit[0][:, : 370 + same], tokens[:, : 370 + same])
+    assert torch.equal(hit[0][:, : 350 + same], tokens[:, : 350 + same])
     rounding = {"atol": 1e-3, "rtol": 1e-3} if dtype is torch.float32 else {"atol": 1.0, "rtol": 0.1}
     torch.testing.assert_close(hit[1][:same], logits[:same], **rounding)
     assert [states.shape for states in hit[2]] == [states.shape for states in kv]
@@ -118,9 +115,8 @@ def test_hit_gives_what_a_cold_run_gives(server: RunningServer, kind: str, dtype
         torch.testing.assert_close(hit[1], continued[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("computed", "new_tokens"), [(127, 1), (127, 6), (128, 1), (128, 6), (129, 6), (255, 6), (256, 1), (257, 6)]
-)
+@pytest.mark.parametrize("new_tokens", [1, 6])
+@pytest.mark.parametrize("computed", [127, 128, 129, 255, 256, 257])
 def test_only_blocks_whose_tokens_are_all_computed_are_stored(server: RunningServer, computed: int, new_tokens: int):
     # The last of the new tokens is chosen, and nothing is computed of it.
     model, prompt = shared_model(), prompt_of(computed + 1 - new_tokens)
@@ -145,17 +141,18 @@ def test_at_least_one_token_of_a_prompt_is_computed(server: RunningServer, promp
         assert torch.equal(output, alone(model, prompt[:, :prompt_tokens], max_new_tokens=5))
 
 
-def test_a_conversation_goes_on_from_the_answers_blocks(server: RunningServer):
-    model = shared_model("gemma3")
-    text, hits = prompt_of(120, seed=2), []
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_conversation_goes_on_from_the_answers_blocks(server: RunningServer, kind: str):
+    model = shared_model(kind)
+    text, hits = prompt_of(150, seed=2), []
     with open_store(model, server.target) as store:
         for turn in range(3):
-            expected = alone(model, text, max_new_tokens=20)
-            output = generate(store, text, max_new_tokens=20)
+            expected = alone(model, text, max_new_tokens=130)
+            output = generate(store, text, max_new_tokens=130)
             hits.append(store.last.hit_tokens)
             assert torch.equal(output, expected)
-            text = torch.cat([output, prompt_of(110, seed=turn)], dim=1)
-    assert hits == [0, 128, 256]
+            text = torch.cat([output, prompt_of(20, seed=turn)], dim=1)
+    assert hits == [0, 256, 384]
 
 
 def images(store: PrefixStore, prompt: torch.Tensor) -> None:

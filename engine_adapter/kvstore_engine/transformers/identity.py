@@ -68,10 +68,9 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
         if not isinstance(part, torch.Tensor):
             digest.update(repr((name, part)).encode())
             continue
-        tensor = part
-        digest.update(f"{len(name)}:{name}:{tensor.dtype}:{tuple(tensor.shape)}:".encode())
+        digest.update(f"{len(name)}:{name}:{part.dtype}:{tuple(part.shape)}:".encode())
         try:
-            _digest_tensor(digest, tensor)
+            _digest_tensor(digest, part)
         except (RuntimeError, NotImplementedError, TypeError) as error:
             raise KVStoreConfigError(
                 "IDENTITY_UNKNOWN",

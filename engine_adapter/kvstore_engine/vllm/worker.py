@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from kvstore_client import Chain, KVStoreClient, PutReport, PutStatus
-from kvstore_client.results import DEADLINE
+from kvstore_client.results import CORRUPT, DEADLINE, NOT_FOUND
 from kvstore_engine.prefix_cache import CHECK_BUDGET_S, QUEUE_FULL, SKIPPED
 from kvstore_engine.saving import Pending, SaveQueue
 from kvstore_engine.store_steps import StoreSteps, failure_of
@@ -44,7 +44,7 @@ IDLE_S: Final = 0.001
 
 LOADER_BUSY: Final = "LOADER_BUSY"
 # Why a block is not there that a look-up had promised. Any other reason says nothing about what is stored.
-ABSENT: Final = frozenset({"NOT_FOUND", "EXPIRED", "CORRUPT", "IO_ERROR"})
+ABSENT: Final = frozenset({NOT_FOUND, "EXPIRED", CORRUPT, "IO_ERROR"})
 
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 

@@ -24,24 +24,15 @@ os.environ.update(environment())
 FORKS.set_forkserver_preload(list(PRELOADED))
 
 
-@pytest.fixture(scope="session")
-def smollm2(tmp_path_factory):
-    return make("smollm2", tmp_path_factory.mktemp("models") / "smollm2")
+def made(kind):
+    @pytest.fixture(scope="session", name=kind)
+    def model(tmp_path_factory):
+        return make(kind, tmp_path_factory.mktemp("models") / kind)
+
+    return model
 
 
-@pytest.fixture(scope="session")
-def hybrid(tmp_path_factory):
-    return make("hybrid", tmp_path_factory.mktemp("models") / "hybrid")
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory):
-    return make("small", tmp_path_factory.mktemp("models") / "small")
-
-
-@pytest.fixture(scope="session")
-def seeing(tmp_path_factory):
-    return make("seeing", tmp_path_factory.mktemp("models") / "seeing")
+smollm2, hybrid, small, seeing = map(made, ("smollm2", "hybrid", "small", "seeing"))
 
 
 @pytest.fixture

@@ -298,7 +298,7 @@ def test_pages_smaller_than_a_block_are_regrouped_and_are_another_namespace(star
         assert cached_of(third.generate(*PROMPTS)) == [0] * len(PROMPTS)
 
 
-def test_hit_of_two_workers_is_that_of_the_one_with_the_least(start, store, monkeypatch):
+def test_hit_of_two_workers_is_that_of_the_one_with_the_least(start, store):
     """Each has KV of its own, of half the heads. One worker alone has another, and shares nothing with them."""
     cpus = sorted(os.sched_getaffinity(0))
     two = {"tensor_parallel_size": 2, "environ": {"VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}"}}
@@ -429,7 +429,7 @@ without_windows = pytest.mark.parametrize("model", ["small"], indirect=True, sco
 
 
 @without_windows
-def test_what_the_queue_had_no_room_for_is_saved_when_it_has(start, store, tmp_path):
+def test_what_the_queue_had_no_room_for_is_saved_when_it_has(start, store):
     """And nothing is ever stored behind a gap, where it could not be hit."""
     ids, other_ids = PROMPTS[-1], prompt(700, 2)
     with start() as first:
