@@ -7,28 +7,26 @@ the store is asked once before it is computed; once more if vLLM has preempted i
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_api.v1 import types_pb2
 from kvstore_client import Chain, KVStoreClient, NamespaceSpec
-from kvstore_engine.prefix_cache import SKIPPED
 from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import media_have_names
 from kvstore_engine.vllm.messages import LOOK_UP_BUSY, PASSING, QUEUE_S, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.metrics import KVStoreStats
 from kvstore_engine.vllm.placement import stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name, traffic_class
+from kvstore_engine.vllm.tracked import AGAIN_S, Answer, Tracked
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -44,10 +42,6 @@ if TYPE_CHECKING:
 LOOK_UP_THREADS: Final = 4
 # How long an answer is taken for true. What it names may be gone later, which a load would find out, at the price of a miss.
 ANSWER_KEEPS_S: Final = 5.0
-# How long a request that could not be saved, or of which nobody knows what is stored, is left alone before it is tried again.
-AGAIN_S: Final = 0.5
-# A save that is in vain each time is tried less and less often: to offer blocks costs the engine's time.
-AGAIN_MAX_S: Final = 8.0
 # How long a step that computes nothing waits for a look-up.
 IDLE_S: Final = 0.001
 
@@ -57,46 +51,20 @@ NO_NAME: Final = "NO_NAME"
 _LOGGER = logging.getLogger("kvstore_engine.vllm")
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What a look-up has found, and how many blocks of the prompt could have been loaded: its last token is always computed.
-
-    `trouble`: why nobody knows what is stored.
-    """
-
-    hit_blocks: int = 0
-    leases: dict[WorkerPlace, bytes] = field(default_factory=dict)
-    trouble: str = ""
-    usable_blocks: int = 0
-    at_s: float = 0.0
-
-
-class _Tracked:
-    """What is known of one request."""
-
-    def __init__(self, request: Request, *, may_load: bool) -> None:
-        self.request = request
-        self.may_load = may_load  # else the store is only asked from where on to save
-        self.chains: Chains | None = None  # written by the look-up, read after it
-        self.look_up: Future[_Answer] | None = None
-        self.begun_s = 0.0
-        self.counted = not may_load
-        self.saved_blocks: int | None = None  # leading blocks that the store has, or was offered; None: nobody knows
-        self.full_blocks = 0  # leading blocks that are computed, and might be saved
-        self.gap = ""  # why those behind `saved_blocks` were not taken
-        self.gap_at = -1  # where the last began
-        self.pause_s = AGAIN_S
-        self.save_again_s = 0.0  # not before then
-        self.local_tokens = 0  # that vLLM had itself when it asked
-        self.load_failed = False
-        self.load_first = 0
-
-
 class SchedulerHalf:
     """Called by vLLM's scheduler, on its thread."""
 
-    def __init__(self, settings: PlugSettings, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        settings: PlugSettings,
+        config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args: clock: in seconds, by which look-ups grow old and saves are tried again."""
         self._settings = settings
+        self._clock = clock
         transfer = config.kv_transfer_config
         assert transfer is not None
         self._media_have_names = media_have_names(config)
@@ -109,7 +77,7 @@ class SchedulerHalf:
         self._namespaces: dict[WorkerPlace, NamespaceHandle] = {}
         self._steps: dict[WorkerPlace, StoreSteps] = {}
         self._block_bytes = 0
-        self._requests: dict[str, _Tracked] = {}
+        self._requests: dict[str, Tracked] = {}
         self._loads: list[Transfer] = []
         # Steps under way: when begun, how many tokens. vLLM has few at once.
         self._running: deque[tuple[float, int]] = deque(maxlen=8)
@@ -197,47 +165,47 @@ class SchedulerHalf:
         )
         tracked.look_up = None  # if vLLM preempts the request, what is stored then is another question
 
-    def _tracked(self, request: Request) -> _Tracked | None:
+    def _tracked(self, request: Request) -> Tracked | None:
         tracked = self._requests.get(request.request_id)
         if tracked is None and self._namespaces and has_name(request, media_have_names=self._media_have_names):
             may_load = self._loads_wanted and not request.skip_reading_prefix_cache
-            tracked = self._requests[request.request_id] = _Tracked(request, may_load=may_load)
+            tracked = self._requests[request.request_id] = Tracked(request, may_load=may_load)
         return tracked
 
-    def _ask_if_needed(self, tracked: _Tracked) -> None:
+    def _ask_if_needed(self, tracked: Tracked) -> None:
         look_up = tracked.look_up
-        if look_up is not None and (not look_up.done() or time.monotonic() - look_up.result().at_s < ANSWER_KEEPS_S):
+        if look_up is not None and (not look_up.done() or self._clock() - look_up.result().at_s < ANSWER_KEEPS_S):
             return
         self._ask(tracked, is_use=tracked.may_load)
 
-    def _ask(self, tracked: _Tracked, *, is_use: bool) -> None:
+    def _ask(self, tracked: Tracked, *, is_use: bool) -> None:
         """Look all full blocks up, that of a last token too: it is computed again, but need not be saved again."""
-        tracked.begun_s = time.monotonic()
+        tracked.begun_s = self._clock()
         tracked.look_up = self._threads.submit(self._look_up, tracked, tracked.request.num_tokens, is_use)
 
-    def _answer(self, tracked: _Tracked) -> _Answer | None:
+    def _answer(self, tracked: Tracked) -> Answer | None:
         """What the look-up has found, once it has ended; it is given up when it has not begun in `QUEUE_S`."""
         look_up = tracked.look_up
         if look_up is None:
-            return _Answer(trouble=LOOK_UP_BUSY)
+            return Answer(trouble=LOOK_UP_BUSY)
         if not look_up.done():
-            if time.monotonic() - tracked.begun_s > QUEUE_S and look_up.cancel():
+            if self._clock() - tracked.begun_s > QUEUE_S and look_up.cancel():
                 tracked.look_up = None
                 self._stats.count_miss(LOOK_UP_BUSY)
                 tracked.load_failed = True  # it goes on at once, and is not asked for again
-                return _Answer(trouble=LOOK_UP_BUSY)
+                return Answer(trouble=LOOK_UP_BUSY)
             return None
         return look_up.result()
 
-    def _look_up(self, tracked: _Tracked, tokens: int, is_use: bool) -> _Answer:
+    def _look_up(self, tracked: Tracked, tokens: int, is_use: bool) -> Answer:
         """On a thread. The hit of a request is the shortest of its workers' hits."""
         try:
             answer = self._asked(tracked, tokens // BLOCK_TOKENS, is_use=is_use)
         except Exception as error:  # a bug; neither the engine nor the thread may end by it
             answer = self._missed(type(error).__name__, is_use=is_use)
-        return replace(answer, usable_blocks=(tokens - 1) // BLOCK_TOKENS, at_s=time.monotonic())
+        return replace(answer, usable_blocks=(tokens - 1) // BLOCK_TOKENS, at_s=self._clock())
 
-    def _asked(self, tracked: _Tracked, full_blocks: int, *, is_use: bool) -> _Answer:
+    def _asked(self, tracked: Tracked, full_blocks: int, *, is_use: bool) -> Answer:
         request = tracked.request
         if tracked.chains is None:
             adapter = self._adapters.identity_of(request)
@@ -246,7 +214,7 @@ class SchedulerHalf:
             digests = {place: bytes(handle.digest) for place, handle in self._namespaces.items()}
             tracked.chains = Chains.of(request, digests, adapter, self._weights)
         if full_blocks < 1:
-            return _Answer()
+            return Answer()
         refusal = next((steps.refusal("lookup") for steps in self._steps.values()), "")
         if refusal:  # neither hashing nor asking is worth it
             return self._missed(refusal, is_use=is_use)
@@ -261,14 +229,14 @@ class SchedulerHalf:
                 return self._missed(match.failure.reason, is_use=is_use)
             hit, leases[place] = min(hit, match.hit_length_blocks), match.lease
         self._benefit.note_look_up(time.monotonic() - began_s)
-        return _Answer(hit, leases)
+        return Answer(hit, leases)
 
-    def _missed(self, reason: str, *, is_use: bool) -> _Answer:
+    def _missed(self, reason: str, *, is_use: bool) -> Answer:
         if is_use:
             self._stats.count_miss(reason)
-        return _Answer(trouble=reason)
+        return Answer(trouble=reason)
 
-    def _count(self, tracked: _Tracked, answer: _Answer) -> bool:
+    def _count(self, tracked: Tracked, answer: Answer) -> bool:
         """Count a request's hit, once. Returns: whether this was the time."""
         if tracked.saved_blocks is None and not answer.trouble:
             tracked.saved_blocks = answer.hit_blocks
@@ -304,7 +272,7 @@ class SchedulerHalf:
         if pending:
             wait(pending, IDLE_S, FIRST_COMPLETED)
 
-    def _to_save(self, tracked: _Tracked, computed_tokens: int) -> list[Transfer]:
+    def _to_save(self, tracked: Tracked, computed_tokens: int) -> list[Transfer]:
         """The blocks that are full and computed at the end of a step in which so many tokens are computed."""
         if tracked.saved_blocks is None:
             self._learn_what_is_stored(tracked)
@@ -316,7 +284,7 @@ class SchedulerHalf:
         if tracked.look_up is not None and not tracked.look_up.done():
             return []  # it may be hashing
         if tracked.gap:
-            if self._has_tried_again or time.monotonic() < tracked.save_again_s:
+            if self._has_tried_again or not tracked.is_due(self._clock()):
                 return []
             self._has_tried_again = True
             tracked.gap = ""
@@ -327,13 +295,13 @@ class SchedulerHalf:
         kept_for = traffic_class(request, self._settings.traffic_class)
         return [Transfer(request.request_id, chains.first(end), {}, first, engine_blocks, kept_for)]
 
-    def _learn_what_is_stored(self, tracked: _Tracked) -> None:
+    def _learn_what_is_stored(self, tracked: Tracked) -> None:
         if tracked.look_up is not None and not tracked.look_up.done():
             return
-        answer = tracked.look_up.result() if tracked.look_up is not None else _Answer(trouble=LOOK_UP_BUSY)
+        answer = tracked.look_up.result() if tracked.look_up is not None else Answer(trouble=LOOK_UP_BUSY)
         self._count(tracked, answer)
         tracked.gap = answer.trouble
-        is_due = time.monotonic() - answer.at_s > AGAIN_S
+        is_due = self._clock() - answer.at_s > AGAIN_S
         if answer.trouble in PASSING and is_due and self._saves_wanted:
             self._ask(tracked, is_use=False)
 
@@ -376,20 +344,11 @@ class SchedulerHalf:
         for request_id, (first, end, reason) in report.gaps.items():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                self._note_gap(tracked, first, reason)
+                tracked.note_gap(first, reason, self._clock())
             else:  # it has ended
                 self._stats.count_unsaved(reason, end - first)
         for request_id in report.given_up & self._requests.keys():
-            tracked = self._requests[request_id]
-            tracked.gap, tracked.save_again_s = SKIPPED, math.inf
-
-    def _note_gap(self, tracked: _Tracked, first: int, reason: str) -> None:
-        tracked.pause_s = AGAIN_S if first > tracked.gap_at else min(2 * tracked.pause_s, AGAIN_MAX_S)
-        tracked.gap_at = first
-        tracked.saved_blocks = min(first, tracked.saved_blocks or 0)
-        if tracked.save_again_s < math.inf:  # what was refused stays so
-            tracked.gap = reason
-            tracked.save_again_s = time.monotonic() + tracked.pause_s if reason in PASSING else math.inf
+            self._requests[request_id].give_up()
 
     def _note_speed(self) -> None:
         """The time of a step is that from its begin, or from the end of the one before, to its end."""
@@ -407,9 +366,8 @@ class SchedulerHalf:
             return
         if tracked.look_up is not None:
             tracked.look_up.cancel()
-        unsaved_blocks = tracked.full_blocks - (tracked.saved_blocks or 0)
-        if tracked.gap and self._saves_wanted and unsaved_blocks > 0:
-            self._stats.count_unsaved(tracked.gap, unsaved_blocks)
+        if self._saves_wanted and tracked.unsaved_blocks:
+            self._stats.count_unsaved(tracked.gap, tracked.unsaved_blocks)
 
     def stats(self) -> KVStoreStats | None:
         """What was counted since the last time."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import closing, contextmanager
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -36,10 +34,11 @@ from kvstore_client import ClientConfig, KVStoreClient, KVStoreConfigError, Name
 from kvstore_engine.plug_settings import PlugSettings
 from kvstore_engine.store_steps import StoreSteps
 from kvstore_engine.vllm.identity import attention_of, media_have_names, media_labels
-from kvstore_engine.vllm.messages import NOT_HERE, QUEUE_S, StepMetadata, Transfer, WorkerReport
+from kvstore_engine.vllm.messages import NOT_HERE, QUEUE_S, WINDOW_GONE, StepMetadata, Transfer, WorkerReport
 from kvstore_engine.vllm.placement import Placement, stored_groups
 from kvstore_engine.vllm.requests import Adapters, Chains, has_name
 from kvstore_engine.vllm.scheduler import SchedulerHalf
+from kvstore_engine.vllm.tracked import AGAIN_S
 from kvstore_engine.vllm.worker import WorkerHalf, _Ready
 from wire_server import refuse, wire_server
 
@@ -335,10 +334,21 @@ def test_load_that_waited_for_others_has_a_budget_of_its_own(hybrid, store, wait
 LASTING, PASSING = ("UNKNOWN_TRAFFIC_CLASS", False), ("OVERLOADED", True)
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.fixture
-def scheduler_of_a_store_that(hybrid, monkeypatch):
-    """A scheduler's half that asks again at once, and a request of three full blocks that has been looked up."""
-    monkeypatch.setattr("kvstore_engine.vllm.scheduler.AGAIN_S", 0.0)
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def scheduler_of_a_store_that(hybrid, clock):
+    """A scheduler's half by `clock`, and a request of three full blocks that has been looked up."""
 
     @contextmanager
     def made(role, **answers):
@@ -348,7 +358,7 @@ def scheduler_of_a_store_that(hybrid, monkeypatch):
             config = EngineArgs(str(hybrid), kv_transfer_config=KVTransferConfig(**transfer)).create_engine_config()
             settings = PlugSettings.read({"target": peer.target, "base_budget_s": 5})
             spec = NamespaceSpec(model="m", revision="r", engine="e", layout="l", kv_dtype="d", block_bytes=64)
-            with closing(SchedulerHalf(settings, config, HYBRID)) as scheduler:
+            with closing(SchedulerHalf(settings, config, HYBRID, clock=clock)) as scheduler:
                 scheduler.meet_workers({PLACE: spec.to_proto().SerializeToString()})
                 request = request_of(400)
                 while scheduler.matched_tokens(request, 0) is None:
@@ -380,7 +390,7 @@ def counts_of(scheduler: SchedulerHalf) -> dict[str, float]:
 @pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
 @pytest.mark.parametrize(("reason", "is_asked_again"), [LASTING, PASSING])
 def test_look_up_that_the_store_refuses_is_tried_again_only_if_that_may_change(
-    scheduler_of_a_store_that, role, reason, is_asked_again
+    scheduler_of_a_store_that, clock, role, reason, is_asked_again
 ):
     def refusal(_, context):
         refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
@@ -388,6 +398,7 @@ def test_look_up_that_the_store_refuses_is_tried_again_only_if_that_may_change(
     with scheduler_of_a_store_that(role, MatchPrefix=refusal) as (scheduler, request, peer):
         for _ in range(10):
             assert compute(scheduler, request) == []
+            clock.now_s += 2 * AGAIN_S
             time.sleep(0.02)
         assert (peer.calls.count("MatchPrefix") > 1) is is_asked_again
         scheduler.forget(request)
@@ -419,23 +430,21 @@ def test_block_that_the_store_refuses_is_tried_again_only_if_that_may_change(hyb
     assert report.given_up == (set() if is_saved_again else {"r"})
 
 
-def test_request_that_the_store_refused_is_not_taken_up_again_for_a_passing_reason(scheduler_of_a_store_that):
-    """As of a block that was on its way behind the refused one, where it could not be hit."""
+@pytest.mark.parametrize("end", [WorkerReport(given_up={"r"}), WorkerReport(gaps={"r": (1, 3, WINDOW_GONE)})], ids=str)
+def test_request_that_was_refused_or_has_lost_its_window_is_not_taken_up_again(scheduler_of_a_store_that, end):
+    """Not for a passing reason either, of a block that was on its way behind the refused one, where it could not be hit."""
     with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, request, _):
         compute(scheduler, request)
-        for report in (WorkerReport(given_up={"r"}), WorkerReport(gaps={"r": (2, 3, "QUEUE_FULL")})):
+        for report in (end, WorkerReport(gaps={"r": (2, 3, "QUEUE_FULL")})):
             scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=report))
-        assert scheduler._requests["r"].save_again_s == math.inf
+            assert not scheduler._requests["r"].is_due(1e9)
 
 
 def test_blocks_that_find_no_store_are_offered_by_one_request_a_step_and_less_and_less_often(
-    scheduler_of_a_store_that, monkeypatch
+    scheduler_of_a_store_that, clock
 ):
     """To offer them costs the scheduler milliseconds, in which no request is computed."""
     with scheduler_of_a_store_that("kv_both", MatchPrefix=nothing) as (scheduler, _, _peer):
-        monkeypatch.setattr("kvstore_engine.vllm.scheduler.AGAIN_S", 0.5)
-        now_s = time.monotonic()
-        monkeypatch.setattr("kvstore_engine.vllm.scheduler.time", SimpleNamespace(monotonic=lambda: now_s))
         manager = KVCacheManager(HYBRID, 1000, scheduler_block_size=32, hash_block_size=32, enable_caching=False)
         scheduler.bind(manager)
         requests = [request_of(260, name) for name in ("a", "b")]
@@ -443,20 +452,20 @@ def test_blocks_that_find_no_store_are_offered_by_one_request_a_step_and_less_an
             while scheduler.matched_tokens(request, 0) is None:
                 time.sleep(0.01)
             assert manager.allocate_slots(request, request.num_tokens) is not None
-        begun_s, offered = now_s, []
-        while now_s < begun_s + 60:
+        offered = []
+        while clock.now_s < 60:
             saves = compute(scheduler, *requests)
-            assert len(saves) == (2 if now_s == begun_s else len(saves[:1]))
+            assert len(saves) == (2 if clock.now_s == 0 else len(saves[:1]))
             offered += [save.request_id for save in saves]
             gaps = {save.request_id: (0, 2, "BREAKER_OPEN") for save in saves}
             scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
-            now_s += 0.1
+            clock.now_s += 0.1
         assert 8 < offered.count("a") == offered.count("b") < 16
         # Once some of it is taken, it goes on as at first.
-        now_s += 10
+        clock.now_s += 10
         (save,) = compute(scheduler, *requests)
         gaps = {save.request_id: (1, 2, "QUEUE_FULL")}
         scheduler.learn(KVConnectorOutput(kv_connector_worker_meta=WorkerReport(gaps=gaps)))
-        now_s += 0.6
+        clock.now_s += 0.6
         request = next(request for request in requests if request.request_id in gaps)
         assert [save.first_block for save in compute(scheduler, request)] == [1]
