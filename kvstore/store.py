@@ -40,7 +40,7 @@ from kvstore.log.check import Alive, whole_rows
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
-from kvstore.log.writer import LogWriter, NewEntry, Outcome, PutJob, storage_error
+from kvstore.log.writer import TICK_S, LogWriter, NewEntry, Outcome, PutJob, storage_error
 from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
@@ -118,6 +118,8 @@ class LocalStore:
         clock: Clock,
         device: Device,
         progress: Callable[[int, int], None],
+        *,
+        tick_s: float | None,
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
@@ -189,6 +191,7 @@ class LocalStore:
             housekeeping=self._tick,
             durable=config.durability == "sync",
             queue_max_bytes=config.put_queue,
+            tick_s=tick_s,
         )
         self._writer.start()
         self._shrink()
@@ -204,10 +207,13 @@ class LocalStore:
         tenants: Mapping[str, TenantConfig] | None = None,
         device: Device | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        tick_s: float | None = TICK_S,
     ) -> Self:
         """Open a data directory, or make one. The first traffic class is the default.
 
-        Args: progress: called with (segments done, segments in all) while the index is brought up to date.
+        Args:
+            progress: called with (segments done, segments in all) while the index is brought up to date.
+            tick_s: seconds between two times of housekeeping; None: only when `tick` is called, for who sets the clock by hand.
         Raises: DataDirLockedError, FormatVersionError, CorruptDataDirError, ForeignSegmentError, ConfigError. Nothing is lost.
         """
         device = device or FileDevice()
@@ -215,7 +221,9 @@ class LocalStore:
         try:
             catalog = directory.load_catalog(device)
             catalog.with_classes(traffic_classes)  # what is wrong with them is told before anything is changed
-            return cls(directory, catalog, config, traffic_classes, tenants or {}, clock, device, progress)
+            return cls(
+                directory, catalog, config, traffic_classes, tenants or {}, clock, device, progress, tick_s=tick_s
+            )
         except OSError as error:
             directory.close()
             raise storage_error(error) from error
@@ -1105,6 +1113,10 @@ class LocalStore:
             self._segments.all(), whole, half, digests, catalog.classes.values(), self._rules.ttls, self._clock.now_s()
         )
         return sorted(found, key=lambda block: (block.prefix_hash, block.addr.segment_id))[:limit]
+
+    def tick(self) -> None:
+        """Do now what is else done once a second, and wait for it."""
+        self._on_writer(self._tick)
 
     def sweep(self) -> None:
         """Give back dead space now instead of within seconds, and wait for it. Raises: KvStoreError, OSError."""

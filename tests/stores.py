@@ -38,6 +38,7 @@ def open_store(
     device: Device | None = None,
     traffic_classes: Mapping[str, TrafficClassConfig] = DEFAULT_TRAFFIC_CLASSES,
     tenants: Mapping[str, TenantConfig] | None = None,
+    tick_s: float | None = 1.0,
     **config: object,
 ) -> LocalStore:
     return LocalStore.open(
@@ -47,6 +48,7 @@ def open_store(
         clock or ManualClock(),
         tenants=tenants,
         device=device,
+        tick_s=tick_s,
     )
 
 
@@ -119,12 +121,6 @@ def du_bytes(path: Path) -> int:
 def tree_bytes(path: Path) -> int:
     """The same without starting a process, for tests that look after each step."""
     return sum(entry.lstat().st_blocks * 512 for entry in (path, *path.rglob("*")))
-
-
-def quiet(store: LocalStore) -> LocalStore:
-    """Ticks come when the test says so."""
-    store._writer._housekeeping = lambda: None
-    return store
 
 
 def seal(store: LocalStore, class_id: int = 1) -> None:

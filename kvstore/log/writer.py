@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import queue
 import threading
 import time
@@ -42,7 +43,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20  # more than this is not gathered into one group; it bounds what one answer waits for
-_TICK_S = 1.0
+TICK_S = 1.0
+_WAIT_MAX_S = 3600.0  # for something to do; a lock takes no infinity
 _MOVED_AT_A_TIME = (
     256  # blocks appended in one go when a segment is reclaimed: three writes for all instead of for each
 )
@@ -141,11 +143,14 @@ class LogWriter:
         housekeeping: Callable[[], None],
         durable: bool,
         queue_max_bytes: int,
+        tick_s: float | None = TICK_S,
     ) -> None:
+        """Args: tick_s: seconds between two times of housekeeping; None: it is done by whoever opened the store."""
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
         self._live, self._admission, self._new_segment = live, admission, new_segment
         self._make_room, self._housekeeping = make_room, housekeeping
         self._durable = durable
+        self._tick_s = math.inf if tick_s is None else tick_s
         self._queue_max_bytes = queue_max_bytes
         self._queue: queue.SimpleQueue[PutJob | Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -198,10 +203,10 @@ class LogWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        next_tick = time.monotonic() + _TICK_S
+        next_tick = time.monotonic() + self._tick_s
         stopping = False
         while not stopping:
-            jobs, stopping = self._gather(max(0.0, next_tick - time.monotonic()))
+            jobs, stopping = self._gather(min(_WAIT_MAX_S, max(0.0, next_tick - time.monotonic())))
             if jobs:
                 self._commit_group(jobs)
             if time.monotonic() >= next_tick:
@@ -209,7 +214,7 @@ class LogWriter:
                     self._housekeeping()
                 except Exception:  # the thread's edge: puts must go on, and the next tick tries again
                     _log.exception("housekeeping failed")
-                next_tick = time.monotonic() + _TICK_S
+                next_tick = time.monotonic() + self._tick_s
         for stream in list(self._open):
             self.seal(stream)
 

@@ -16,8 +16,15 @@ BLOCK_BYTES = 4000  # five to a segment
 
 
 def open_tiny(path, device, durability="memory"):
+    """Nothing but the scenario takes steps."""
     return open_store(
-        path, ManualClock(), capacity=512 << 10, segment_size=32 << 10, device=device, durability=durability
+        path,
+        ManualClock(),
+        capacity=512 << 10,
+        segment_size=32 << 10,
+        device=device,
+        durability=durability,
+        tick_s=None,
     )
 
 
@@ -56,7 +63,6 @@ def test_a_stop_at_any_step_loses_nothing_and_leaves_the_books_right(tmp_path, w
         path = tmp_path / str(step)
         device = PowerLossDevice(path, seed=step)
         store = open_tiny(path, device, durability)
-        store._writer._housekeeping = lambda: None  # nothing but the scenario takes steps
         namespace = store.register_namespace(spec(BLOCK_BYTES))
         prepare(store, namespace, what)
         device.crash_after = step

@@ -16,7 +16,7 @@ SEEDS = range(12)  # what is lost differs: some of these lose everything that wa
 
 
 def open_durable(path, device, clock=None, classes=DEFAULT_TRAFFIC_CLASSES):
-    store = open_store(
+    return open_store(
         path,
         clock or ManualClock(),
         capacity=512 << 10,
@@ -24,9 +24,8 @@ def open_durable(path, device, clock=None, classes=DEFAULT_TRAFFIC_CLASSES):
         device=device,
         durability="sync",
         traffic_classes=classes,
+        tick_s=None,
     )
-    store._writer._housekeeping = lambda: None
-    return store
 
 
 def stop(store, device, *, power: bool, clock=None, classes=DEFAULT_TRAFFIC_CLASSES):

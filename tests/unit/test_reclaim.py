@@ -33,7 +33,6 @@ from stores import (
     put,
     put_block,
     put_in_segments,
-    quiet,
     seal,
     spec,
     tree_bytes,
@@ -269,7 +268,7 @@ def test_a_full_file_system_is_emptied_by_deleting(tmp_path, clock):
     if mounted.returncode:
         pytest.skip("mounting a small file system is not allowed here")
     try:
-        store = quiet(open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20))
+        store = open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20, tick_s=None)
         namespace = store.register_namespace(spec(4096))
         chains = []
         reasons = set()
@@ -279,7 +278,7 @@ def test_a_full_file_system_is_emptied_by_deleting(tmp_path, clock):
         assert reasons == {"", "STORE_FULL"}
         assert_whole(store, namespace, chains[0])
         store.close()
-        store = quiet(open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20))
+        store = open_store(mount / "data", clock, capacity=64 << 20, segment_size=1 << 20, tick_s=None)
         assert_whole(store, namespace, chains[0])
         for chain in chains:
             store.delete(namespace, chain, 0, 8)

@@ -46,7 +46,6 @@ from stores import (
     put,
     put_block,
     put_in_segments,
-    quiet,
     seal,
     spec,
 )
@@ -467,9 +466,7 @@ def test_a_kill_between_a_moves_flags_and_its_commit_loses_nothing_whichever_seg
     """The copies may lie in a segment that was opened before the one they come from."""
 
     def start():
-        store = open_store(tmp_path, clock, capacity=512 << 10, segment_size=32 << 10)
-        store._writer._housekeeping = lambda: None
-        return store
+        return open_store(tmp_path, clock, capacity=512 << 10, segment_size=32 << 10, tick_s=None)
 
     store = start()
     namespace = store.register_namespace(spec(4000))
@@ -849,7 +846,7 @@ def test_the_new_name_of_a_file_set_aside_is_durable(tmp_path, clock, when):
 @pytest.mark.parametrize("blocks", [8, 12, 16])
 def test_a_suspected_block_that_is_moved_while_it_is_stored_again_has_one_place(tmp_path, clock, blocks):
     """Room for the group is made between the look at what is there and the flag on it."""
-    store = quiet(open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10))
+    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, tick_s=None)
     namespace = store.register_namespace(spec())
     chains = fill_up(store, namespace, clock, 60_000)
     for chain in chains[:6]:

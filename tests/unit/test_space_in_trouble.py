@@ -16,7 +16,7 @@ from kvstore.index import BlockIndex
 from kvstore.log import format as fmt
 from kvstore.types import EvictSelection
 from kvstore_api.results import PutStatus
-from stores import chain_of, fill_up, get, open_store, put, quiet, spec, tree_bytes
+from stores import chain_of, fill_up, get, open_store, put, spec, tree_bytes
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ class SmallDisk(FaultyDevice):
 def test_a_disk_that_is_full_below_the_cap_gets_its_dead_space_back(tmp_path, clock):
     """Nothing can be moved any more, because a move needs room first."""
     device = SmallDisk(tmp_path, 4 << 20)
-    store = quiet(open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device))
+    store = open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device, tick_s=None)
     namespace = store.register_namespace(spec(16_384))
     conversation = 0
     while {result.status for result in put(store, namespace, chain_of(namespace, conversation, 8))} == {
@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_below_the_cap_gets_its_dead_space_back(tmp_path, cl
 def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache(tmp_path, clock):
     device = FaultyDevice()
     capacity = 8 << 20
-    store = quiet(open_store(tmp_path, clock, capacity=capacity, segment_size=256 << 10, device=device))
+    store = open_store(tmp_path, clock, capacity=capacity, segment_size=256 << 10, device=device, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     chains = []
     while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
@@ -112,8 +112,8 @@ def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_p
     """They are the coldest, so that they are all met before any other, and tried again at every tick."""
     device = UnsyncedFiles()
     durability = "sync" if how == "not synced" else "memory"
-    store = quiet(
-        open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability=durability)
+    store = open_store(
+        tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability=durability, tick_s=None
     )
     namespace = store.register_namespace(spec(4096))
     fill_up(store, namespace, clock)
@@ -143,7 +143,7 @@ def test_files_that_cannot_be_given_back_cost_their_space_and_nothing_else(tmp_p
 def test_more_files_that_cannot_be_given_back_than_is_an_accident_cost_time_as_well(tmp_path, clock):
     """Puts are refused then but for a segment a minute that is tried, until one of them goes."""
     device = UnsyncedFiles()
-    store = quiet(open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device))
+    store = open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     fill_up(store, namespace, clock)
     odd = [segment.path for segment in store._segments.all()[:10]]
@@ -170,7 +170,7 @@ def test_more_files_that_cannot_be_given_back_than_is_an_accident_cost_time_as_w
 def test_a_full_disk_whose_blocks_are_all_leased_costs_no_more_than_is_missing(tmp_path, clock):
     """What was retired for it gives its space when its leases pass; the puts that are rejected until then cost nothing more."""
     device = SmallDisk(tmp_path, 4 << 20)
-    store = quiet(open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device))
+    store = open_store(tmp_path, clock, capacity=64 << 20, segment_size=512 << 10, device=device, tick_s=None)
     namespace = store.register_namespace(spec(16_384))
     chains = []
     while all_stored(put(store, namespace, chain := chain_of(namespace, len(chains), 8))):
@@ -191,7 +191,7 @@ def test_a_full_disk_whose_blocks_are_all_leased_costs_no_more_than_is_missing(t
 def test_a_lease_longer_than_any_that_is_given_keeps_no_file(tmp_path, clock, how):
     if how == "a clock that was ahead":
         clock.jump(5 * 365 * 86_400)
-    store = quiet(open_store(tmp_path, clock))
+    store = open_store(tmp_path, clock, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     chains = fill_up(store, namespace, clock)
     for chain in chains:
@@ -204,7 +204,7 @@ def test_a_lease_longer_than_any_that_is_given_keeps_no_file(tmp_path, clock, ho
         with path.open("r+b") as file:
             file.seek(fmt.LEASE_UNTIL_OFFSET + 3)
             file.write(b"\xff")
-    store = quiet(open_store(tmp_path, clock))
+    store = open_store(tmp_path, clock, tick_s=None)
     late = chains[-1]
     lease = store.match(namespace, late, lease_s=50).lease
     store.evict(EvictSelection(namespace=namespace), dry_run=False)
@@ -238,7 +238,7 @@ def test_payloads_that_cannot_be_read_now_are_not_lost_for_the_dead_ones_around_
     tmp_path, clock, bad_blocks, caplog
 ):
     device = BadPayloads()
-    store = quiet(open_store(tmp_path, clock, device=device))
+    store = open_store(tmp_path, clock, device=device, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     chain = chain_of(namespace, 1, 40)
     put(store, namespace, chain)
@@ -264,7 +264,7 @@ def test_payloads_that_cannot_be_read_now_are_not_lost_for_the_dead_ones_around_
 
 def test_payloads_that_cannot_be_read_do_not_keep_their_space_when_it_is_needed(tmp_path, clock):
     device = BadPayloads()
-    store = quiet(open_store(tmp_path, clock, capacity=2 << 20, device=device))
+    store = open_store(tmp_path, clock, capacity=2 << 20, device=device, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     fill_up(store, namespace, clock)
     device.bad = range(store._segments.all()[0].layout.payload_offset, 1 << 40)
@@ -278,7 +278,7 @@ def test_payloads_that_cannot_be_read_do_not_keep_their_space_when_it_is_needed(
 @pytest.mark.parametrize("segments", [64, 160])
 def test_moves_keep_the_cap_while_leases_hold_every_file(tmp_path, clock, segments):
     capacity = segments << 18
-    store = quiet(open_store(tmp_path, clock, capacity=capacity, segment_size=1 << 18))
+    store = open_store(tmp_path, clock, capacity=capacity, segment_size=1 << 18, tick_s=None)
     namespace = store.register_namespace(spec(16_384))
     for conversation in range(int(segments * 1.3 * 16 / 10)):
         chain = chain_of(namespace, conversation, 10)
@@ -292,7 +292,7 @@ def test_moves_keep_the_cap_while_leases_hold_every_file(tmp_path, clock, segmen
 
 
 def test_retired_files_of_a_dead_process_go_even_if_the_index_cannot_be_written_at_start(tmp_path, clock, monkeypatch):
-    store = quiet(open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10))
+    store = open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10, tick_s=None)
     namespace = store.register_namespace(spec(16_384))
     for conversation in range(40):
         chain = chain_of(namespace, conversation, 8)
@@ -311,7 +311,7 @@ def test_retired_files_of_a_dead_process_go_even_if_the_index_cannot_be_written_
 
     with monkeypatch.context() as patch:
         patch.setattr(BlockIndex, "commit", full)
-        store = quiet(open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10))
+        store = open_store(tmp_path, clock, capacity=12 << 20, segment_size=512 << 10, tick_s=None)
     store.sweep()
     assert store.status().used_bytes < 2 << 20
     store.close()
@@ -319,10 +319,13 @@ def test_retired_files_of_a_dead_process_go_even_if_the_index_cannot_be_written_
 
 @pytest.mark.parametrize("leased", [False, True])
 def test_leases_of_others_do_not_cost_a_tenant_its_share(tmp_path, clock, leased):
-    store = quiet(
-        open_store(
-            tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, tenants={"small": TenantConfig(share=0.4)}
-        )
+    store = open_store(
+        tmp_path,
+        clock,
+        capacity=8 << 20,
+        segment_size=256 << 10,
+        tenants={"small": TenantConfig(share=0.4)},
+        tick_s=None,
     )
     small, crowd = (store.register_namespace(spec(4096, tenant=tenant)) for tenant in ("small", "crowd"))
     chains = [chain_of(small, conversation, 8) for conversation in range(60)]
@@ -349,7 +352,7 @@ def test_one_unreadable_segment_stops_neither_expiry_nor_limits_and_is_tried_aga
 
     device = OneBadFile()
     classes = {"a": TrafficClassConfig(ttl_s=100_000, limit=0.2), "b": TrafficClassConfig(ttl_s=50)}
-    store = quiet(open_store(tmp_path, clock, capacity=4 << 20, device=device, traffic_classes=classes))
+    store = open_store(tmp_path, clock, capacity=4 << 20, device=device, traffic_classes=classes, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     results = [put(store, namespace, chain_of(namespace, number, 8), traffic_class="a") for number in range(30)]
     assert results[-1][0].reason == "QUOTA_EXCEEDED"
@@ -384,8 +387,8 @@ def test_a_disk_that_gives_no_segment_back_does_not_cost_them_all(tmp_path, cloc
             super().sync(descriptor)
 
     device = Refuses()
-    store = quiet(
-        open_store(tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability="sync")
+    store = open_store(
+        tmp_path, clock, capacity=8 << 20, segment_size=256 << 10, device=device, durability="sync", tick_s=None
     )
     namespace = store.register_namespace(spec())
     fill_up(store, namespace, clock)

@@ -13,7 +13,7 @@ from kvstore.types import EvictSelection
 from kvstore_api.checksum import block_checksum
 from kvstore_api.namespace import KvGroup, KvGroupKind, ReplayMode
 from kvstore_api.results import PutStatus
-from stores import chain_of, open_store, put, put_block, quiet, seal, spec
+from stores import chain_of, open_store, put, put_block, seal, spec
 
 FULL = KvGroup("full", KvGroupKind.FULL, (0,))
 SWA = KvGroup("swa", KvGroupKind.SLIDING_WINDOW, (1,), window_tokens=128, replay_rule=ReplayMode.SNAPSHOT)
@@ -32,7 +32,7 @@ def device():
 
 @pytest.fixture
 def store(tmp_path, clock, device):
-    store = quiet(open_store(tmp_path / "data", clock, capacity=16 << 20, device=device))
+    store = open_store(tmp_path / "data", clock, capacity=16 << 20, device=device, tick_s=None)
     yield store
     store.close()
 
