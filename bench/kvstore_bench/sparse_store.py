@@ -43,11 +43,11 @@ class SparseDevice(FileDevice):
     """A file system on which payloads are holes. Everything in front of them is written as it is."""
 
     def __init__(self, payload_offset: int) -> None:
-        self._payload_offset = payload_offset
+        self.payload_offset = payload_offset
 
     def write(self, descriptor: int, buffers: Sequence[Buffer], offset_bytes: int) -> None:
         """Write the buffers, or let the file reach behind them if they are payloads."""
-        if offset_bytes < self._payload_offset:
+        if offset_bytes < self.payload_offset:
             super().write(descriptor, buffers, offset_bytes)
         else:
             self.resize(descriptor, offset_bytes + sum(memoryview(buffer).nbytes for buffer in buffers))

@@ -1,0 +1,71 @@
+"""What a replay assumes of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from kvstore.config import StoreConfig, TrafficClassConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvstore_bench.hitrate.workload import Workload
+
+BLOCK_BYTES: Final = 114_688  # the reference layout's, per 128 tokens
+# Leases are as short as they can be: a replay's store is a small sample of a real one, in which what leases of 10 s hold back is
+# less than a thousandth of the capacity; here it could be most of it.
+LEASE_S: Final = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """Sizes and times. `ttls_s`: by the workload's classes; `tick_s`: of the workload's time between two times of housekeeping."""
+
+    capacity_bytes: int
+    block_bytes: int
+    segment_bytes: int
+    ttls_s: Mapping[str, int]
+    tick_s: float = 1.0
+
+    def store_config(self) -> StoreConfig:
+        """The store's configuration. Raises: ValueError: it allows no such sizes."""
+        return StoreConfig.model_validate(
+            {
+                "capacity": self.capacity_bytes,
+                "segment_size": self.segment_bytes,
+                "lease_s": LEASE_S,
+                "lease_max_s": LEASE_S,
+                "put_queue": 1 << 50,
+            }
+        )
+
+    def traffic_classes(self) -> dict[str, TrafficClassConfig]:
+        """The store's traffic classes."""
+        return {name: TrafficClassConfig(ttl_s=ttl_s) for name, ttl_s in self.ttls_s.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What the replayed store did, in the measured part: bytes are what would be written to SSD, tables included."""
+
+    bytes_put: int  # payloads of new blocks
+    bytes_written: int
+    blocks_evicted: int
+    blocks_expired: int
+    resident_bytes_mean: float | None  # of live blocks, over time; None: not known
+    resident_bytes_max: int
+    seconds: float
+
+    @property
+    def write_amplification(self) -> float:
+        """Bytes written for each byte put."""
+        return self.bytes_written / max(1, self.bytes_put)
+
+
+def settings_for(
+    workload: Workload, capacity_share: float, ttls_s: Mapping[str, int], *, block_bytes: int, segments: int
+) -> ReplaySettings:
+    """Room for a share of the workload's unique blocks, in so many segments."""
+    capacity = int(capacity_share * workload.unique_blocks) * block_bytes
+    return ReplaySettings(capacity, block_bytes, max(32 << 10, capacity // segments), ttls_s)
