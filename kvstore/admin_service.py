@@ -14,7 +14,7 @@ import grpc
 from kvstore.errors import InvalidArgumentError, NotServingError
 from kvstore.messages import (
     block_info_message,
-    class_usage_message,
+    class_usage_messages,
     damaged_block_message,
     from_duration,
     invariants_message,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvstore.scrub import ScrubStep
     from kvstore.service import Pools, StoreDoor
     from kvstore.store import LocalStore
-    from kvstore.types import Namespace, Usage
+    from kvstore.types import Namespace, TokenCounts, Usage
 
     T = TypeVar("T")
 
@@ -110,7 +110,7 @@ class AdminService:
             retiring_bytes=status.retiring_bytes,
             live=usage_message(status.live),
             segment_count=status.segment_count,
-            classes=[class_usage_message(traffic_class, usage) for traffic_class, usage in status.classes],
+            classes=class_usage_messages(status),
             namespace_count=status.namespace_count,
             counters=[pb.Counter(name=name, value=value) for name, value in counters.items()],
             hit_rate=_hit_rate(counters),
@@ -124,21 +124,22 @@ class AdminService:
         return await self._run(partial(_namespace_page, self._store(), _last_namespace(request.page_token)), context)
 
     async def _get_namespace(self, request: pb.GetNamespaceRequest, context: Context) -> pb.GetNamespaceResponse:
-        namespace, usage = await self._run(partial(_find, self._store(), request.namespace_hex), context)
-        return pb.GetNamespaceResponse(namespace=namespace_message(namespace, usage))
+        found = await self._run(partial(_find, self._store(), request.namespace_hex), context)
+        return pb.GetNamespaceResponse(namespace=namespace_message(*found))
 
     async def _drop_namespace(self, request: pb.DropNamespaceRequest, context: Context) -> pb.DropNamespaceResponse:
         store = self._store()
 
-        def drop() -> tuple[Namespace, Usage]:
+        def drop() -> tuple[Namespace, Usage, TokenCounts]:
             namespace = store.find_namespace(request.namespace_hex)
-            return namespace, store.drop_namespace(namespace, dry_run=request.dry_run)
+            tokens = store.tokens_of(namespace)
+            return namespace, store.drop_namespace(namespace, dry_run=request.dry_run), tokens
 
         return pb.DropNamespaceResponse(namespace=namespace_message(*await self._run(drop, context)))
 
     async def _list_classes(self, _: pb.ListTrafficClassesRequest, context: Context) -> pb.ListTrafficClassesResponse:
         status = await self._run(self._store().status, context)
-        return pb.ListTrafficClassesResponse(classes=[class_usage_message(*pair) for pair in status.classes])
+        return pb.ListTrafficClassesResponse(classes=class_usage_messages(status))
 
     async def _set_ttl(self, request: pb.SetTrafficClassTtlRequest, context: Context) -> pb.SetTrafficClassTtlResponse:
         ttl_s = from_duration(request.ttl, "ttl")
@@ -253,7 +254,7 @@ def _namespace_page(store: LocalStore, last_id: int) -> pb.ListNamespacesRespons
     for namespace, usage in store.namespaces():
         if namespace.namespace_id <= last_id:
             continue
-        message = namespace_message(namespace, usage)
+        message = namespace_message(namespace, usage, store.tokens_of(namespace))
         page_bytes += message.ByteSize()
         if page.namespaces and page_bytes > PAGE_BYTES_MAX:
             page.next_page_token = str(last_id)
@@ -295,10 +296,10 @@ def _quota_page(store: LocalStore, last: tuple[int, str]) -> pb.ListQuotasRespon
     return page
 
 
-def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage]:
+def _find(store: LocalStore, hex_prefix: str) -> tuple[Namespace, Usage, TokenCounts]:
     namespace = store.find_namespace(hex_prefix)
     usage = {found.digest: usage for found, usage in store.namespaces()}
-    return namespace, usage[namespace.digest]
+    return namespace, usage[namespace.digest], store.tokens_of(namespace)
 
 
 def _selection(store: LocalStore, request: pb.EvictRequest) -> EvictSelection:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from google.protobuf import duration_pb2, timestamp_pb2
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.types import TokenCounts
 from kvstore_api.framing import join_frame
 from kvstore_api.limits import MAX_FRAME_DATA_BYTES
 from kvstore_api.v1 import admin_pb2, block_store_pb2, types_pb2
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
     from kvstore.scrub import DamagedBlock
     from kvstore.traffic import TrafficClass
-    from kvstore.types import BlockInfo, InvariantReport, Namespace, QuotaUsage, ReadFrame, StateObject, Usage
+    from kvstore.types import (
+        BlockInfo,
+        InvariantReport,
+        Namespace,
+        QuotaUsage,
+        ReadFrame,
+        StateObject,
+        StoreStatus,
+        Usage,
+    )
     from kvstore_api.results import PutResult
     from kvstore_api.resume import ResumePlan
 
@@ -93,9 +103,20 @@ def usage_message(usage: Usage) -> admin_pb2.Usage:
     return admin_pb2.Usage(blocks=usage.blocks, bytes=usage.bytes)
 
 
-def class_usage_message(traffic_class: TrafficClass, usage: Usage) -> admin_pb2.ClassUsage:
-    """A class and what lies in its segments."""
-    return admin_pb2.ClassUsage(traffic_class=traffic_class_message(traffic_class), usage=usage_message(usage))
+def class_usage_messages(status: StoreStatus) -> list[admin_pb2.ClassUsage]:
+    """Each class, what lies in its segments, and what its matches asked for."""
+    messages = []
+    for traffic_class, usage in status.classes:
+        tokens = status.class_tokens.get(traffic_class.name, TokenCounts())
+        messages.append(
+            admin_pb2.ClassUsage(
+                traffic_class=traffic_class_message(traffic_class),
+                usage=usage_message(usage),
+                asked_tokens=tokens.asked_tokens,
+                hit_tokens=tokens.hit_tokens,
+            )
+        )
+    return messages
 
 
 def quota_message(quota: QuotaUsage) -> admin_pb2.QuotaUsage:
@@ -110,13 +131,15 @@ def quota_message(quota: QuotaUsage) -> admin_pb2.QuotaUsage:
     return message
 
 
-def namespace_message(namespace: Namespace, usage: Usage) -> admin_pb2.NamespaceInfo:
-    """A namespace and what it holds."""
+def namespace_message(namespace: Namespace, usage: Usage, tokens: TokenCounts) -> admin_pb2.NamespaceInfo:
+    """A namespace, what it holds, and what its matches asked for."""
     return admin_pb2.NamespaceInfo(
         namespace=namespace.digest,
         spec=namespace.spec.to_proto(),
         live=usage_message(usage),
         create_time=to_timestamp(namespace.create_time_s),
+        asked_tokens=tokens.asked_tokens,
+        hit_tokens=tokens.hit_tokens,
     )
 
 

@@ -13,14 +13,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from kvstore.errors import KvStoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client.core import Metric
 
     from kvstore.listen import ListenAddress
     from kvstore.pool import StorePool
     from kvstore.store import LocalStore
-    from kvstore.types import InvariantReport, StoreStatus
+    from kvstore.types import InvariantReport, StoreStatus, TokenCounts
     from kvstore_api.results import PutResult
 
 # Budgets begin at 50 ms; a match takes well under 1 ms, a long stream seconds.
@@ -146,10 +146,26 @@ class _StoreCollector:
         text = "Whether the store is open: 1, or 0 while it is being opened."
         yield GaugeMetricFamily("kvstore_serving", text, value=bool(store))
         if store:
+            yield from _token_metrics(store.tokens_by_label())
             yield from _status_metrics(store.status())
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # registering must not ask a store that is not open
+
+
+def _token_metrics(tokens: Mapping[tuple[str, str], TokenCounts]) -> Iterator[Metric]:
+    labels = ["traffic_class", "namespace"]
+    text = "by traffic class and namespace."
+    asked = CounterMetricFamily("kvstore_class_asked_tokens", f"Tokens in full blocks asked for, {text}", labels=labels)
+    hit = CounterMetricFamily("kvstore_class_hit_tokens", f"Tokens in blocks that were hit, {text}", labels=labels)
+    missed = CounterMetricFamily(
+        "kvstore_class_missed_tokens", f"Tokens asked for and not hit, which engines prefill, {text}", labels=labels
+    )
+    for (namespace, traffic_class), counts in tokens.items():
+        asked.add_metric([traffic_class, namespace], counts.asked_tokens)
+        hit.add_metric([traffic_class, namespace], counts.hit_tokens)
+        missed.add_metric([traffic_class, namespace], counts.missed_tokens)
+    yield from (asked, hit, missed)
 
 
 def _status_metrics(status: StoreStatus) -> Iterator[Metric]:

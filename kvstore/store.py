@@ -41,6 +41,7 @@ from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
 from kvstore.log.writer import TICK_S, LogWriter, NewEntry, Outcome, PutJob, storage_error
+from kvstore.match_counters import MatchCounters
 from kvstore.quotas import Quota, QuotaBook, Quotas
 from kvstore.reclaim import Reclaimer
 from kvstore.recover import recover
@@ -60,6 +61,7 @@ from kvstore.types import (
     SegmentId,
     StateObject,
     StoreStatus,
+    TokenCounts,
     Usage,
 )
 from kvstore_api.checksum import block_checksum
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     from kvstore.log.segment import Segment
     from kvstore.scrub import ScrubStep
     from kvstore.traffic import TrafficClass
-    from kvstore.types import ReadFrame
+    from kvstore.types import NamespaceId, ReadFrame
     from kvstore_api.chain import Chain
     from kvstore_api.namespace import NamespaceSpec
 
@@ -123,6 +125,7 @@ class LocalStore:
     ) -> None:
         self.store_id = catalog.store_id
         self.counters = StoreCounters()
+        self._match_counters = MatchCounters()
         self._data_dir, self._device, self._config = data_dir, device, config
         self._default_class = next(iter(traffic_classes))
         self._clock_file = ClockFile(data_dir.path / CLOCK_FILE, device)
@@ -347,9 +350,21 @@ class LocalStore:
             return catalog.without_namespace(namespace)
 
         self._change_catalog(drop)
+        self._match_counters.forget_dropped(self._namespace_ids)
         self.counters.add(blocks_deleted=usage.blocks if dropped else 0)
         self._give_back()
         return usage
+
+    def _namespace_ids(self) -> list[NamespaceId]:
+        return [namespace.namespace_id for namespace in self._catalog.namespaces.values()]
+
+    def tokens_of(self, namespace: Namespace) -> TokenCounts:
+        """What this namespace's matches asked for and hit since the start."""
+        return self._match_counters.of_namespace(namespace.namespace_id)
+
+    def tokens_by_label(self) -> dict[tuple[str, str], TokenCounts]:
+        """What matches asked for and hit since the start, by (namespace label, traffic class); see `MatchCounters`."""
+        return self._match_counters.by_label(self._namespace_ids)
 
     def traffic_classes(self) -> list[TrafficClass]:
         """The classes in force."""
@@ -454,14 +469,15 @@ class LocalStore:
         else:
             addrs, places, hit, plan = addrs[:0], [], 0, resume_plan(namespace.spec, 0, lambda blocks, name: False)
         if not peek:
-            self._count_match(namespace, len(chain), hit)
+            self._count_match(namespace, record.traffic_class.name, len(chain), hit)
             if record.traffic_class.refresh is RefreshRule.ON_ACCESS:
                 self._touch_alive(addrs, places, record.class_id, int(now_s))
         lease = self._mint.make(namespace.namespace_id, chain.data, addrs, deadline_s) if hit else b""
         return Match(hit, lease, deadline_s - self._clock.ahead_s(), plan)
 
-    def _count_match(self, namespace: Namespace, asked: int, hit: int) -> None:
+    def _count_match(self, namespace: Namespace, traffic_class: str, asked: int, hit: int) -> None:
         tokens = namespace.spec.block_tokens
+        self._match_counters.add(namespace, traffic_class, asked * tokens, hit * tokens)
         self.counters.add(
             matches=1, asked_blocks=asked, hit_blocks=hit, asked_tokens=asked * tokens, hit_tokens=hit * tokens
         )
@@ -949,6 +965,7 @@ class LocalStore:
             live=Usage(sum(u.blocks for u in usage.values()), sum(u.bytes for u in usage.values())),
             segment_count=len(segments),
             classes=[(record.traffic_class, usage.get(record.class_id, Usage())) for record in records],
+            class_tokens=self._match_counters.by_class(),
             namespace_count=len(self._catalog.namespaces),
             durability=self._config.durability,
             clock_ahead_s=self._clock.ahead_s(),

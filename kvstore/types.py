@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from typing_extensions import Buffer
 
@@ -103,6 +103,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens in full blocks asked for by matches, and those in the blocks that were hit; the rest an engine has to prefill."""
+
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+
+    @property
+    def missed_tokens(self) -> int:
+        """What was asked for and not there."""
+        return self.asked_tokens - self.hit_tokens
+
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return TokenCounts(self.asked_tokens + other.asked_tokens, self.hit_tokens + other.hit_tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaUsage:
     """What a traffic class or tenant may hold, as shares of the capacity, and what it holds."""
 
@@ -181,6 +197,7 @@ class StoreStatus:
     live: Usage
     segment_count: int
     classes: Sequence[tuple[TrafficClass, Usage]]
+    class_tokens: Mapping[str, TokenCounts]  # by class name, since the start; without classes that were never asked for
     namespace_count: int
     durability: str
     clock_ahead_s: float  # store's time minus wall clock; negative while a jump of the clock is not believed yet

@@ -9,7 +9,7 @@ import typer
 
 from kvstore.cli.admin_client import CHANGE_TIMEOUT_S, call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode
-from kvstore.cli.admin_values import format_amount, format_bytes, parse_hex_prefix
+from kvstore.cli.admin_values import format_amount, format_bytes, format_hit_rate, format_share, parse_hex_prefix
 from kvstore.cli.output import Cell, Digest, Facts, Listing, Result, Section, Sentence, format_time, time_of
 from kvstore_api.namespace import KvGroup, NamespaceSpec, NamespaceSpecError, ParallelDimension
 from kvstore_api.v1 import admin_pb2
@@ -27,13 +27,15 @@ HexArgument = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Namespace(Result):
-    """A namespace, its spec, and what it holds."""
+    """A namespace, its spec, what it holds, and what its matches asked for since the server's start."""
 
     namespace: bytes
     spec: NamespaceSpec
     blocks: int
     bytes: int
     create_time: datetime
+    asked_tokens: int = 0
+    hit_tokens: int = 0
 
     def sections(self) -> Iterable[Section]:
         """The result for people's eyes."""
@@ -52,6 +54,7 @@ class Namespace(Result):
                 *((f"group {group.name}", _group_text(group)) for group in spec.groups),
                 *((f"label {key}", value) for key, value in spec.labels.items()),
                 ("holds", format_amount(self.blocks, self.bytes)),
+                ("hit rate", format_hit_rate(self.hit_tokens, self.asked_tokens)),
                 ("created", format_time(self.create_time)),
             ]
         )
@@ -78,12 +81,17 @@ class NamespaceList(Result):
                 n.spec.block_bytes,
                 n.blocks,
                 format_bytes(n.bytes),
+                format_share(n.hit_tokens, n.asked_tokens),
                 format_time(n.create_time),
             )
             for n in self.namespaces
         ]
         yield Listing(
-            ("namespace", "tenant", "model", "engine", "kv dtype", "block bytes", "blocks", "size", "created"), rows
+            (
+                *("namespace", "tenant", "model", "engine", "kv dtype", "block bytes"),
+                *("blocks", "size", "hit rate", "created"),
+            ),
+            rows,
         )
 
 
@@ -164,7 +172,8 @@ def _namespace(info: admin_pb2.NamespaceInfo) -> Namespace:
             exit_code=ExitCode.ERROR,
             fix="use a kvstore-admin that is as new as the server",
         ) from None
-    return Namespace(info.namespace, spec, info.live.blocks, info.live.bytes, time_of(info.create_time))
+    held, created = info.live, time_of(info.create_time)
+    return Namespace(info.namespace, spec, held.blocks, held.bytes, created, info.asked_tokens, info.hit_tokens)
 
 
 def _dimension_text(dimension: ParallelDimension) -> str:

@@ -10,7 +10,7 @@ import typer
 from kvstore.cli.admin_client import call, session_of
 from kvstore.cli.admin_errors import CommandError, ExitCode
 from kvstore.cli.admin_ttl import ClassUsage, class_listing, class_usage
-from kvstore.cli.admin_values import format_amount, format_bytes
+from kvstore.cli.admin_values import format_amount, format_bytes, format_hit_rate
 from kvstore.cli.admin_verify import Invariants, invariants_of, invariants_text
 from kvstore.cli.output import Cell, Facts, Listing, Result, Section, format_time, time_of
 from kvstore_api.v1 import admin_pb2
@@ -74,7 +74,7 @@ class Status(Result):
                 ("segments", self.segment_count),
                 ("namespaces", self.namespace_count),
                 ("store against itself", invariants_text(self.invariants, never="never checked; verify does it")),
-                ("hit rate", f"{self.hit_rate:.2%} of {asked:,} tokens asked for" if asked else "nothing asked yet"),
+                ("hit rate", format_hit_rate(self.counters.get("hit_tokens", 0), asked)),
                 ("write amplification", self._writes_text()),
                 *([("clock", self._clock_text())] if abs(self.clock_ahead_s) > _CLOCK_TOLD_FROM_S else []),
             ]

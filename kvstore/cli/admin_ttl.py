@@ -9,7 +9,7 @@ import typer
 from google.protobuf import duration_pb2
 
 from kvstore.cli.admin_client import call, session_of
-from kvstore.cli.admin_values import check_class_name, format_bytes, format_duration, parse_duration
+from kvstore.cli.admin_values import check_class_name, format_bytes, format_duration, format_share, parse_duration
 from kvstore.cli.output import Cell, Listing, Result, Section, Sentence
 from kvstore_api.v1 import admin_pb2, types_pb2
 
@@ -33,13 +33,15 @@ class TrafficClass:
 
 @dataclass(frozen=True, slots=True)
 class ClassUsage:
-    """A class and what lies in its segments."""
+    """A class, what lies in its segments, and what its matches asked for since the server's start."""
 
     name: str
     ttl_s: int
     refresh: str
     blocks: int
     bytes: int
+    asked_tokens: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,27 @@ class TtlChange(Result):
 def class_listing(classes: Sequence[ClassUsage]) -> Listing:
     """Classes as a table."""
     rows: list[Sequence[Cell]] = [
-        (usage.name, format_duration(usage.ttl_s), usage.refresh, usage.blocks, format_bytes(usage.bytes))
+        (
+            usage.name,
+            format_duration(usage.ttl_s),
+            usage.refresh,
+            usage.blocks,
+            format_bytes(usage.bytes),
+            usage.asked_tokens,
+            format_share(usage.hit_tokens, usage.asked_tokens),
+        )
         for usage in classes
     ]
-    return Listing(("class", "ttl", "refresh", "blocks", "size"), rows)
+    return Listing(("class", "ttl", "refresh", "blocks", "size", "asked tokens", "hit rate"), rows)
 
 
 def class_usage(usage: admin_pb2.ClassUsage) -> ClassUsage:
     """Read the wire form."""
     rules = _traffic_class(usage.traffic_class)
-    return ClassUsage(rules.name, rules.ttl_s, rules.refresh, usage.usage.blocks, usage.usage.bytes)
+    held = usage.usage
+    return ClassUsage(
+        rules.name, rules.ttl_s, rules.refresh, held.blocks, held.bytes, usage.asked_tokens, usage.hit_tokens
+    )
 
 
 @app.command("list")

@@ -126,6 +126,18 @@ def format_bytes(size_bytes: int) -> str:
     return f"{size:.1f} PiB"
 
 
+def format_share(part: int, whole: int) -> str:
+    """A part of a whole for tables; nothing is no share."""
+    return f"{part / whole:.2%}" if whole else "-"
+
+
+def format_hit_rate(hit_tokens: int, asked_tokens: int) -> str:
+    """A hit rate with what it is a share of."""
+    if not asked_tokens:
+        return "nothing asked yet"
+    return f"{format_share(hit_tokens, asked_tokens)} of {asked_tokens:,} tokens asked for"
+
+
 def format_amount(blocks: int, size_bytes: int) -> str:
     """Blocks and their bytes for people, with the exact numbers: what an evict or a drop is about."""
     noun = "block" if blocks == 1 else "blocks"

@@ -161,6 +161,25 @@ class TestWhatCommandsSay:
         assert "Exit codes" in run(store.server, "--help").out
 
 
+def test_the_hit_rate_is_told_by_class_and_by_namespace(tmp_path: Path):
+    with running_server(tmp_path / "data") as server, connected(server) as client:
+        first, second = fill(client, "first", 5, "agent"), fill(client, "second", 3, "chatbot")
+        for filled, traffic_class in ((first, "agent"), (first, "chatbot"), (second, "chatbot")):
+            handle = filled.handle
+            for chain in (filled.chain, handle.chain(range(1000, 1256))):  # one that is there, two blocks that are not
+                assert handle.match(chain, traffic_class=traffic_class, budget_s=BUDGET_S).failure is None
+        tokens = {(n["asked_tokens"], n["hit_tokens"]) for n in ok_json(server, "namespace", "list")["namespaces"]}
+        assert tokens == {(14 * 128, 10 * 128), (5 * 128, 3 * 128)}
+        for command in (("status",), ("ttl", "list")):
+            classes = {c["name"]: (c["asked_tokens"], c["hit_tokens"]) for c in ok_json(server, *command)["classes"]}
+            assert classes == {"agent": (7 * 128, 5 * 128), "chatbot": (12 * 128, 8 * 128), "handoff": (0, 0)}
+            assert "66.67%" in run(server, *command).out
+        assert "71.43% of 1,792 tokens asked for" in run(server, "namespace", "show", first.digest).out
+        assert run(server, "namespace", "drop", first.digest, "--yes").code == 0
+        classes = {c["name"]: c["asked_tokens"] for c in ok_json(server, "status")["classes"]}
+        assert classes == {"agent": 7 * 128, "chatbot": 12 * 128, "handoff": 0}
+
+
 def test_namespace_list_follows_the_pages(tmp_path: Path):
     labels = {f"label {number}": "v" * 4096 for number in range(15)}
     with running_server(tmp_path / "data") as server, connected(server) as client:

@@ -102,6 +102,7 @@ def test_metrics_move_by_exact_amounts_and_not_while_idle(tmp_path):
             pb.DeleteBlocksRequest(namespace=namespace, chain=b"".join(chain), first_block=5, block_count=1)
         )
         moved = moves(before, scrape(server))
+        labels = f'{{namespace="{namespace.hex()[:16]}",traffic_class="agent"}}'
         expected = {
             "kvstore_blocks_stored_total": 6,
             "kvstore_bytes_stored_total": 6000,
@@ -114,6 +115,9 @@ def test_metrics_move_by_exact_amounts_and_not_while_idle(tmp_path):
             "kvstore_hit_blocks_total": 6,
             "kvstore_asked_tokens_total": 1024,
             "kvstore_hit_tokens_total": 768,
+            f"kvstore_class_asked_tokens_total{labels}": 1024,
+            f"kvstore_class_hit_tokens_total{labels}": 768,
+            f"kvstore_class_missed_tokens_total{labels}": 256,
             "kvstore_blocks_read_total": 6,
             "kvstore_bytes_read_total": 6000,
             "kvstore_blocks_missed_total": 2,

@@ -223,6 +223,8 @@ def test_json_has_exact_numbers_hex_digests_and_utc_times():
         "refresh": "on_access",
         "blocks": 3,
         "bytes": 1 << 60,
+        "asked_tokens": 0,
+        "hit_tokens": 0,
     }
 
 

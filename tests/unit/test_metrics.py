@@ -17,6 +17,7 @@ from kvstore.metrics import STORE_COUNTERS, Metrics
 from kvstore.service import Pools
 from kvstore.store import LocalStore
 from kvstore_api.results import PutResult, PutStatus
+from stores import chain_of, spec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,6 +49,8 @@ def test_the_page_describes_exactly_the_metrics_there_are(store, pools):
     with pytest.raises(OverloadedError), metrics.call("MatchPrefix"):  # labels show in samples only
         raise OverloadedError
     metrics.count_rejected([PutResult(0, PutStatus.REJECTED, "WRONG_SIZE")])
+    namespace = store.register_namespace(spec())
+    store.match(namespace, chain_of(namespace, 1, 3))
     families = {}
     for family in metrics.registry.collect():
         assert family.documentation, family.name

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def imported_packages(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.split(".")[0])
     return names
+
+
+@pytest.mark.parametrize("package", sorted(SOURCES))
+def test_every_folder_and_file_of_a_package_is_installed(package):
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    for path in SOURCES[package].rglob("*"):
+        if not path.is_file() or "__pycache__" in path.parts:
+            continue
+        name = ".".join((package, *path.parent.relative_to(SOURCES[package]).parts))
+        assert any(fnmatchcase(name, pattern) for pattern in setup["packages"]["find"]["include"]), name
+        data = [*setup["package-data"]["*"], *setup["package-data"].get(name, [])]
+        assert any(fnmatchcase(path.name, pattern) for pattern in ("*.py", *data)), path
 
 
 @pytest.mark.parametrize("package", sorted(SOURCES))

@@ -24,12 +24,16 @@ class Usage(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class ClassUsage(_message.Message):
-    __slots__ = ("traffic_class", "usage")
+    __slots__ = ("traffic_class", "usage", "asked_tokens", "hit_tokens")
     TRAFFIC_CLASS_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     traffic_class: _types_pb2.TrafficClass
     usage: Usage
-    def __init__(self, traffic_class: _Optional[_Union[_types_pb2.TrafficClass, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
+    asked_tokens: int
+    hit_tokens: int
+    def __init__(self, traffic_class: _Optional[_Union[_types_pb2.TrafficClass, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class Counter(_message.Message):
     __slots__ = ("name", "value")
@@ -108,16 +112,20 @@ class ListNamespacesRequest(_message.Message):
     def __init__(self, page_token: _Optional[str] = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("namespace", "spec", "live", "create_time")
+    __slots__ = ("namespace", "spec", "live", "create_time", "asked_tokens", "hit_tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     spec: _types_pb2.NamespaceSpec
     live: Usage
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, namespace: _Optional[bytes] = ..., spec: _Optional[_Union[_types_pb2.NamespaceSpec, _Mapping]] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    asked_tokens: int
+    hit_tokens: int
+    def __init__(self, namespace: _Optional[bytes] = ..., spec: _Optional[_Union[_types_pb2.NamespaceSpec, _Mapping]] = ..., live: _Optional[_Union[Usage, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesResponse(_message.Message):
     __slots__ = ("namespaces", "next_page_token")

@@ -1,0 +1,1 @@
+"""kvstore-bench plan: SSD, bandwidth, drives, NICs and prefill instances that a load needs: computed, not measured."""
