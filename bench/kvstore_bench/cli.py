@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
+from kvstore_bench.errors import InputError
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.plan.command import plan
 from kvstore_bench.processes import ProcessError
 from kvstore_bench.report import make_report, print_report
-from kvstore_bench.storage import StorageInputError, storage
+from kvstore_bench.storage import storage
 from kvstore_bench.throughput import ThroughputConfig, run, step_count
 from kvstore_bench.workload import VerificationError
 
@@ -417,7 +418,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """Run a command line, the process's own unless one is given, and exit."""
     try:
         app(args=args, prog_name="kvstore-bench")
-    except StorageInputError as error:
+    except InputError as error:
         print(f"error: {error} [{error.reason}]\nfix: {error.fix}", file=sys.stderr)
         sys.exit(2)
     except VerificationError as error:

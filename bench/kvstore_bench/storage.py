@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path  # noqa: TC003  typer reads the annotations
@@ -14,9 +13,11 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvstore_api.limits import BLOCK_TOKENS
+from kvstore_bench.errors import InputError
 from kvstore_bench.machine import describe_commit
 from kvstore_bench.options import JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.report import print_tables, utc_now
+from kvstore_bench.units import DAY_S, parse_duration
 from kvstore_client.model_config import ModelConfigError
 from kvstore_client.model_kv import VLLM, ModelKv, model_kv_layout
 from kvstore_client.presets import UnknownPresetError, preset_config, preset_names
@@ -30,19 +31,7 @@ if TYPE_CHECKING:
 SNAPSHOT_EVERY_TOKENS = 1832
 
 _MILLION = 1_000_000
-_SECONDS_PER_UNIT = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
-# As kvstore-admin reads them.
-_DURATION = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", re.ASCII)
 _MAX_TOKENS_PER_DAY = 1e18
-
-
-class StorageInputError(Exception):
-    """Wrong input of the command: a stable reason and what to do."""
-
-    def __init__(self, message: str, fix: str, reason: str = "INVALID_ARGUMENT") -> None:
-        super().__init__(message)
-        self.fix = fix
-        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +105,7 @@ def _kv_bytes(bytes_per_block: float, config: StorageConfig) -> KvBytes:
     bytes_per_token = bytes_per_block / BLOCK_TOKENS
     resident_bytes = None
     if config.tokens_per_day is not None and config.ttl_s is not None:
-        resident_bytes = bytes_per_token * config.tokens_per_day * config.ttl_s / _SECONDS_PER_UNIT["d"]
+        resident_bytes = bytes_per_token * config.tokens_per_day * config.ttl_s / DAY_S
     return KvBytes(bytes_per_block, bytes_per_token * _MILLION, resident_bytes)
 
 
@@ -160,7 +149,7 @@ def storage(
     Example: kvstore-bench storage --model deepseek-v4.1-flash --tokens-per-day 6e12 --ttl 3d
     """
     if snapshot_every < 1:
-        raise StorageInputError(f"--snapshot-every {snapshot_every} is out of range", "give 1 or more")
+        raise InputError(f"--snapshot-every {snapshot_every} is out of range", "give 1 or more")
     ttl_s = _resident_inputs(tokens_per_day, ttl)
     name, values = _configuration(model, config)
     try:
@@ -180,10 +169,10 @@ def _configuration(model: str | None, file: Path | None) -> tuple[str, Mapping[s
         try:
             return model, preset_config(model)
         except UnknownPresetError as error:
-            raise StorageInputError(str(error), "name a known model, or give --config", "UNKNOWN_MODEL") from None
+            raise InputError(str(error), "name a known model, or give --config", "UNKNOWN_MODEL") from None
     if file is None or model is not None:
         problem = "both --model and --config are" if file is not None else "neither --model nor --config is"
-        raise StorageInputError(f"{problem} given", f"give one: --model {preset_names()[0]}, or --config config.json")
+        raise InputError(f"{problem} given", f"give one: --model {preset_names()[0]}, or --config config.json")
     return str(file), _read(file)
 
 
@@ -191,11 +180,11 @@ def _read(file: Path) -> Mapping[str, object]:
     try:
         values: Mapping[str, object] = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise StorageInputError(
+        raise InputError(
             f"--config {str(file)!r} cannot be read: {error.strerror}", "name a readable config.json"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise StorageInputError(
+        raise InputError(
             f"--config {str(file)!r} is no JSON: {error}", "name a model's config.json", "INVALID_MODEL_CONFIG"
         ) from None
     return values
@@ -203,29 +192,30 @@ def _read(file: Path) -> Mapping[str, object]:
 
 def _refuse(error: ModelConfigError, name: str) -> NoReturn:
     if error.key == "kv_dtype":
-        raise StorageInputError(str(error), "give --kv-dtype with one of the model's formats") from None
+        raise InputError(str(error), "give --kv-dtype with one of the model's formats") from None
     if error.key == "engine":
-        raise StorageInputError(str(error), "give --engine vllm or --engine deepinfer") from None
-    raise StorageInputError(f"{name}: {error}", f"correct {error.key} in the file", "INVALID_MODEL_CONFIG") from None
+        raise InputError(str(error), "give --engine vllm or --engine deepinfer") from None
+    raise InputError(f"{name}: {error}", f"correct {error.key} in the file", "INVALID_MODEL_CONFIG") from None
 
 
 def _resident_inputs(tokens_per_day: float | None, ttl: str | None) -> int | None:
     """The TTL in seconds, or None when residence is not asked for."""
     if (tokens_per_day is None) != (ttl is None):
-        raise StorageInputError("--tokens-per-day and --ttl belong together", "give both, or neither")
+        raise InputError("--tokens-per-day and --ttl belong together", "give both, or neither")
     if tokens_per_day is None or ttl is None:
         return None
     if not 0 < tokens_per_day <= _MAX_TOKENS_PER_DAY:
-        raise StorageInputError(
+        raise InputError(
             f"--tokens-per-day {tokens_per_day} is out of range",
             f"give a number above 0 and up to {_MAX_TOKENS_PER_DAY:g}, e.g. 6e12",
         )
-    match = _DURATION.fullmatch(ttl)
-    counts = (int(number or 0) for number in match.groups()) if match is not None else ()
-    seconds = sum(count * unit for count, unit in zip(counts, _SECONDS_PER_UNIT.values(), strict=False))
+    try:
+        seconds = parse_duration(ttl)
+    except ValueError:
+        seconds = 0.0
     if not seconds:
-        raise StorageInputError(f"--ttl {ttl!r} is no duration, or none at all", "write e.g. 90s, 36h, 3d or 1d12h")
-    return seconds
+        raise InputError(f"--ttl {ttl!r} is no duration, or none at all", "write e.g. 90s, 36h, 3d or 1d12h")
+    return int(seconds)
 
 
 def _write(file: Path, config: StorageConfig, figures: StorageFigures) -> None:
@@ -240,7 +230,7 @@ def _write(file: Path, config: StorageConfig, figures: StorageFigures) -> None:
     try:
         file.write_text(json.dumps(report, indent=2) + "\n")
     except OSError as error:
-        raise StorageInputError(
+        raise InputError(
             f"--json {str(file)!r} cannot be written: {error.strerror}", "name a file in a directory that exists"
         ) from None
 

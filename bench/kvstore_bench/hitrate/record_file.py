@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import zstandard
 
@@ -68,6 +68,10 @@ class Record:
             self.fail(f"{name} is {_shown(value)}, wanted is a list")
         return value
 
+    def is_text(self, name: str) -> bool:
+        """Whether the field is a string."""
+        return isinstance(self._get(name), str)
+
     def text(self, name: str) -> str:
         """A string."""
         value = self._get(name)
@@ -115,9 +119,9 @@ def read_records(path: Path, advance: Callable[[float], None] = lambda share: No
 
 def _lines(path: Path, advance: Callable[[float], None]) -> Iterator[str]:
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file, _decompressed(path, file) as lines:
             size_bytes = max(1, path.stat().st_size)
-            for line in _decompressed(path, file):
+            for line in lines:
                 advance(file.tell() / size_bytes)
                 yield line
     except (EOFError, zstandard.ZstdError, gzip.BadGzipFile) as error:
@@ -128,18 +132,17 @@ def _lines(path: Path, advance: Callable[[float], None]) -> Iterator[str]:
         raise WorkloadError(f"{path}: it cannot be read: {error.strerror}") from None
 
 
-def _decompressed(path: Path, file: BinaryIO) -> io.TextIOWrapper:
+def _decompressed(path: Path, file: io.FileIO) -> io.TextIOWrapper:
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile(fileobj=file), encoding="utf-8")
-    if path.suffix == ".zst":
-        return io.TextIOWrapper(io.BufferedReader(_ZstdFile(file), _READ_BYTES), encoding="utf-8")
-    return io.TextIOWrapper(file, encoding="utf-8")
+    raw: io.RawIOBase = _ZstdFile(file) if path.suffix == ".zst" else file
+    return io.TextIOWrapper(io.BufferedReader(raw, _READ_BYTES), encoding="utf-8")
 
 
 class _ZstdFile(io.RawIOBase):
     """Zstandard frames as one stream. Unlike the library's own reader it does not take a cut frame for the end."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: io.FileIO) -> None:
         self._file = file
         self._frame = zstandard.ZstdDecompressor().decompressobj()
         self._ready = memoryview(b"")
@@ -153,7 +156,7 @@ class _ZstdFile(io.RawIOBase):
         """Fill the buffer as far as a chunk reaches. Raises: EOFError: the file ends inside a frame."""
         while not self._ready:
             chunk = self._frame.unused_data if self._frame.eof else b""
-            chunk = chunk or self._file.read(_READ_BYTES)
+            chunk = chunk or self._file.read(_READ_BYTES) or b""
             if not chunk:
                 if self._is_inside:
                     raise EOFError("it ends inside a zstd frame")

@@ -65,7 +65,10 @@ def _configuration(settings: ReplaySettings, scratch: Path) -> str:
             f"segment_size = {int(store.segment_size)}",
             f"lease_s = {store.lease_s}",
             f"lease_max_s = {store.lease_max_s}",
-            *(f"[traffic_classes.{name}]\nttl_s = {ttl_s}" for name, ttl_s in settings.ttls_s.items()),
+            *(
+                f"[traffic_classes.{name}]\nttl_s = {config.ttl_s}\nshare = {config.share}"
+                for name, config in settings.traffic_classes().items()
+            ),
             "[log]",
             'level = "warning"\n',
         ]

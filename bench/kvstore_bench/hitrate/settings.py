@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvstore.config import StoreConfig, TrafficClassConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from kvstore_bench.hitrate.workload import Workload
 
 BLOCK_BYTES: Final = 114_688  # the reference layout's, per 128 tokens
 # Leases are as short as they can be: a replay's store is a small sample of a real one, in which what leases of 10 s hold back is
@@ -20,12 +18,19 @@ LEASE_S: Final = 0.001
 
 @dataclass(frozen=True, slots=True)
 class ReplaySettings:
-    """Sizes and times. `ttls_s`: by the workload's classes; `tick_s`: of the workload's time between two times of housekeeping."""
+    """Sizes and times.
+
+    Attributes:
+        ttls_s: by the workload's classes.
+        class_shares: of the capacity that is a class's own; 0 for those that are not named.
+        tick_s: of the workload's time, between two times of housekeeping.
+    """
 
     capacity_bytes: int
     block_bytes: int
     segment_bytes: int
     ttls_s: Mapping[str, int]
+    class_shares: Mapping[str, float] = field(default_factory=dict)
     tick_s: float = 1.0
 
     def store_config(self) -> StoreConfig:
@@ -42,7 +47,10 @@ class ReplaySettings:
 
     def traffic_classes(self) -> dict[str, TrafficClassConfig]:
         """The store's traffic classes."""
-        return {name: TrafficClassConfig(ttl_s=ttl_s) for name, ttl_s in self.ttls_s.items()}
+        return {
+            name: TrafficClassConfig(ttl_s=ttl_s, share=self.class_shares.get(name, 0.0))
+            for name, ttl_s in self.ttls_s.items()
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,3 @@ class Storage:
     def write_amplification(self) -> float:
         """Bytes written for each byte put."""
         return self.bytes_written / max(1, self.bytes_put)
-
-
-def settings_for(
-    workload: Workload, capacity_share: float, ttls_s: Mapping[str, int], *, block_bytes: int, segments: int
-) -> ReplaySettings:
-    """Room for a share of the workload's unique blocks, in so many segments."""
-    capacity = int(capacity_share * workload.unique_blocks) * block_bytes
-    return ReplaySettings(capacity, block_bytes, max(32 << 10, capacity // segments), ttls_s)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstore_bench.errors import InputError
 from kvstore_bench.options import JsonFile  # noqa: TC001  typer reads the annotations
-from kvstore_bench.plan.errors import PlanInputError
-from kvstore_bench.plan.units import parse_count
+from kvstore_bench.units import parse_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -112,14 +112,14 @@ def _run(
     measured = _measured(missed_tokens_per_s)
     config = load_plan(file, changes)
     if measured is not None and config.prefill is None:
-        raise PlanInputError("--missed-tokens-per-s needs a prefill speed", "add a [prefill] table to the file")
+        raise InputError("--missed-tokens-per-s needs a prefill speed", "add a [prefill] table to the file")
     figures = make_plan(config, measured)
     comparisons = compare(config, figures)
     if json_file is not None:
         try:
             json_file.write_text(json.dumps(plan_json(config, figures, comparisons), indent=2) + "\n")
         except OSError as error:
-            raise PlanInputError(
+            raise InputError(
                 f"--json {str(json_file)!r} cannot be written: {error.strerror}",
                 "name a file in a directory that exists",
             ) from None
@@ -130,9 +130,7 @@ def _measured(text: str | None) -> float | None:
     try:
         return None if text is None else parse_count(text)
     except ValueError as error:
-        raise PlanInputError(
-            f"--missed-tokens-per-s is {text!r}, {error}", "give tokens per second, e.g. 2.5M"
-        ) from None
+        raise InputError(f"--missed-tokens-per-s is {text!r}, {error}", "give tokens per second, e.g. 2.5M") from None
 
 
 def _single(options: Mapping[str, tuple[tuple[str, ...], str | None]]) -> Iterator[_Change]:
@@ -148,13 +146,13 @@ def _of_classes(options: Mapping[str, tuple[str, list[str] | None]]) -> Iterator
 
 
 def _pairs(option: str, given: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Each NAME=VALUE, split. Raises: PlanInputError: there is no name or no value, or a name stands twice."""
+    """Each NAME=VALUE, split. Raises: InputError: there is no name or no value, or a name stands twice."""
     seen: set[str] = set()
     for word in given:
         name, equals, value = word.partition("=")
         if not (name and equals and value):
-            raise PlanInputError(f"{option} {word!r} has no name or no value", f"write {option} NAME=VALUE")
+            raise InputError(f"{option} {word!r} has no name or no value", f"write {option} NAME=VALUE")
         if name in seen:
-            raise PlanInputError(f"{option} gives {name!r} twice", "give it once")
+            raise InputError(f"{option} gives {name!r} twice", "give it once")
         seen.add(name)
         yield name, value

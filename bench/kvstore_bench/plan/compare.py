@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstore_bench.plan.model import class_figures, resident_bytes
-from kvstore_bench.plan.units import DAY_S, format_count, format_days, format_rate, format_size
+from kvstore_bench.units import DAY_S, format_count, format_days, format_rate, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvstore_api.limits import BLOCK_TOKENS
-from kvstore_bench.plan import units
-from kvstore_bench.plan.errors import PlanInputError
+from kvstore_bench import units
+from kvstore_bench.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -201,7 +201,7 @@ def load_plan(file: Path | None, changes: Sequence[tuple[tuple[str, ...], object
     """Read the reference, or another file, and change single keys.
 
     Args: changes: key, value, and the option that says so, for messages. The last one of a key counts.
-    Raises: PlanInputError: the file cannot be read, or a key is unknown, missing, impossible or contradicts another.
+    Raises: InputError: the file cannot be read, or a key is unknown, missing, impossible or contradicts another.
     """
     document = _read(file or REFERENCE)
     _drop_other_size(document, {key for key, _, _ in changes})
@@ -215,18 +215,16 @@ def load_plan(file: Path | None, changes: Sequence[tuple[tuple[str, ...], object
         origins = {key: option for key, _, option in changes}
         problems = [_explain(problem, origins) for problem in error.errors()]
         place = f"{file}: " if file is not None and not origins.keys() & {_key(p) for p in error.errors()} else ""
-        raise PlanInputError(f"{place}{'; '.join(problems)}", "see docs/capacity-plan.md for the keys") from None
+        raise InputError(f"{place}{'; '.join(problems)}", "see docs/capacity-plan.md for the keys") from None
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanInputError(
-            f"--config {str(file)!r} cannot be read: {error.strerror}", "name a readable file"
-        ) from None
+        raise InputError(f"--config {str(file)!r} cannot be read: {error.strerror}", "name a readable file") from None
     except (ValueError, RecursionError) as error:
-        raise PlanInputError(f"--config {str(file)!r} is no TOML: {error}", "see docs/capacity-plan.md") from None
+        raise InputError(f"--config {str(file)!r} is no TOML: {error}", "see docs/capacity-plan.md") from None
 
 
 def _drop_what_is_of_the_reference(document: dict[str, Any], given: set[tuple[str, ...]]) -> None:
@@ -256,7 +254,7 @@ def _change(document: dict[str, Any], key: tuple[str, ...], value: object, optio
     for parent in parents:
         inner = table.setdefault(parent, {})
         if not isinstance(inner, dict):
-            raise PlanInputError(f"{option}: {parent} is no table", "name a key as in docs/capacity-plan.md")
+            raise InputError(f"{option}: {parent} is no table", "name a key as in docs/capacity-plan.md")
         table = inner
     table[last] = value
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvstore_bench.plan.units import DAY_S
+from kvstore_bench.units import DAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

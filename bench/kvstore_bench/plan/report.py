@@ -10,8 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvstore_bench.machine import describe_commit
-from kvstore_bench.plan.units import format_count, format_days, format_rate, format_size
 from kvstore_bench.report import print_tables, utc_now
+from kvstore_bench.units import format_count, format_days, format_rate, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
