@@ -71,9 +71,8 @@ def share_of_hits(workload, class_id, ttl_s):
 
 
 def test_a_seed_gives_the_same_bytes_on_every_machine(tiny):
-    assert checksum(tiny) == "42566432b1c3e9df97c7dc2d81aa71ad0421df3d4d3b899faf815260adb8ab69", (
-        "draws changed: figures published for a seed no longer hold"
-    )
+    # It changes with the draws or the parameters, and then no figure published for a seed holds any more.
+    assert checksum(tiny) == "d385fa725e959243bbbf62dacc5d16ec9314c1748ca8ceac91b4c3654df53881"
 
 
 def test_another_seed_gives_other_traffic(tiny):
@@ -281,6 +280,10 @@ def test_every_parameter_says_where_it_comes_from():
             "line 2: chat.habit.other_probability: Input should be less than or equal to 0.99",
         ),
         ("[traffic]\nmeasured_from_days = 21", "line 2: traffic: measured_from_days (21) must be below days (21)"),
+        (
+            "[agent.breaks]\nprobability = 2.0\n[agent]\nsessions = 3",
+            "line 3: agent.breaks.probability: Input should be less",
+        ),
         ("agent.long_context_tokens = 9", "agent: long_context_tokens (9) is below context_tokens (170000)"),
         (
             "agent.breaks.behind_prompt_share = 0.9",
