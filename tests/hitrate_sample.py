@@ -11,7 +11,7 @@ from kvstore_bench.hitrate.result import DEFINITION, HitRateReport, Result, Stor
 from kvstore_bench.machine import Machine
 
 # A workload's name, which is a file's, and whoever makes files may call them anything.
-HOSTILE = '"><script>alert(1)</script><img src=https://example.org/x>\x1b[31m\n $x_{ \u65e5 & \u202e'
+HOSTILE = '$x_{$ "><script>alert(1)</script><img src=https://example.org/x>\x1b[31m\n \u65e5 & \u202e'
 
 H, D = 3_600, 86_400
 UNIQUE_BLOCKS, BLOCK_BYTES = 4_000_000, 114_688

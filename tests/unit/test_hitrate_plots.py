@@ -11,7 +11,19 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from hitrate_sample import CAPACITIES, CHATBOT_TTLS, HOSTILE, OWN_SHARES, D, H, Page, make_report, page, result
+from hitrate_sample import (
+    CAPACITIES,
+    CHATBOT_TTLS,
+    HOSTILE,
+    OWN_SHARES,
+    D,
+    H,
+    Page,
+    capacity_row,
+    make_report,
+    page,
+    result,
+)
 from kvstore_bench.hitrate.misses import CAUSES
 from kvstore_bench.hitrate.plot_lines import capacity_panel, class_share_panel, ttl_panels
 from kvstore_bench.hitrate.plots import plots, write_plots
@@ -71,25 +83,40 @@ def test_equal_reports_make_equal_plots_whatever_a_user_has_set(pictures):
         assert matplotlib.rcParams["font.size"] == 20
 
 
-@pytest.mark.parametrize(
-    ("sweep", "name"),
-    [
-        ("", "missed-tokens.png"),
-        ("capacity", "hit-rate-over-capacity.png"),
-        ("ttl", "hit-rate-over-ttl.png"),
-        ("class-share", "hit-rate-over-class-share.png"),
-    ],
-)
-def test_a_plot_is_made_only_of_figures_that_there_are(report, sweep, name):
-    rows = [row for row in report.results if row.sweep == sweep]
-    assert list(plots(make_report(rows))) == [name]
-    too_few = [replace(rows[0], missed=dict.fromkeys(CAUSES, 0.0))]
-    assert plots(make_report(too_few)) == {}
+def test_a_plot_is_made_only_of_figures_that_there_are(report):
+    main, *swept = report.results
+    rows = [row for row in swept if row.sweep in ("ttl", "class-share")]
+    assert list(plots(make_report(rows))) == ["hit-rate-over-ttl.png", "hit-rate-over-class-share.png"]
+    one_of_each = [replace(main, sweep=sweep) for sweep in ("capacity", "ttl", "class-share")]
+    nothing_missed = replace(main, missed=dict.fromkeys(CAUSES, 0.0))
+    assert plots(make_report([nothing_missed, *one_of_each])) == {}
 
 
-def test_names_from_files_are_drawn_as_they_are():
-    made = make_report(name=HOSTILE + "x" * 500, commit="$\\frac{")
-    assert len(plots(replace(made, results=made.results[:1]))) == 1
+def test_a_class_without_tokens_has_neither_a_bar_nor_a_line(report):
+    main = report.results[0]
+    nothing = dict.fromkeys(CAUSES, float("nan"))
+    idle = replace(main, missed_by_class={**main.missed_by_class, "idle": nothing})
+    assert plots(make_report([idle])) == plots(make_report([main]))
+    rows = [ttl_row(3 * D, ttl_s, hit_rate_by_class={"agent": 0.9, "chatbot": float("nan")}) for ttl_s in (H, D)]
+    (panel,) = ttl_panels(make_report(rows))
+    assert [line.label for line in panel.lines] == ["all classes", "agent"]
+
+
+def test_names_are_drawn_as_they_are_wherever_they_stand():
+    name = "$x_{$ \u65e5"  # no formula, although it looks like one, and with a character that the font has not
+    rows = [
+        *(capacity_row(0.1, CAPACITIES[0.1], policy=policy) for policy in (name, "lru")),
+        *(capacity_row(share, CAPACITIES[0.1], policy=name, sweep="capacity") for share in (0.1, 0.2)),
+        *(
+            result(0.9, 0.8, sweep="ttl", ttl={name: ttl_s, "b": other_s})
+            for ttl_s, other_s in ((H, H), (D, H), (H, D))
+        ),
+        *(result(0.9, 0.8, sweep="class-share", class_share={name: share}) for share in (0.1, 0.2)),
+    ]
+    rates = {name: 0.9, "b": 0.8}
+    rows = [replace(row, hit_rate_by_class=rates, missed_by_class=dict.fromkeys(rates, row.missed)) for row in rows]
+    made = make_report(rows, name=HOSTILE + "x" * 500, commit=name)
+    assert len(plots(replace(made, workload=replace(made.workload, input_share_by_class=rates)))) == 4
 
 
 def test_the_capacity_plot_shows_ours_between_its_yardsticks(report):
@@ -150,6 +177,7 @@ def test_the_ttl_and_share_plots_show_all_tokens_and_each_class(report):
         ttl_s: pytest.approx(0.7 * 0.9682 + 0.3 * rate) for ttl_s, rate in CHATBOT_TTLS.items()
     }
     (share,) = class_share_panel(report)
+    assert list(share.ticks.values()) == ["agent 0 %", "agent 25 %", "agent 50 %", "agent 75 %"]
     assert {line.label: [y for _, y in line.points] for line in share.lines if line.kind == "class"} == {
         "agent": [agent for agent, _ in OWN_SHARES.values()],
         "chatbot": [chatbot for _, chatbot in OWN_SHARES.values()],
@@ -182,7 +210,7 @@ def test_a_generators_parameters_are_on_the_page(report):
 def test_the_page_needs_and_runs_nothing_else_whatever_names_are(name):
     made = make_report(name=name, commit=name, origin={name: name, "many": {name: name}}, config={name: {name: [name]}})
     main = replace(made.results[0], policy=name, ttl={name: 60}, hit_rate_by_class={name: 0.5}, missed_by_class={})
-    source = html_report(replace(made, results=[main]))
+    source = html_report(replace(made, results=[main, replace(main, sweep="capacity")]))
     shown = Page(source)
     tags = {tag for tag, _ in shown.tags}
     assert tags <= HARMLESS

@@ -90,9 +90,9 @@ def plots(report: HitRateReport) -> dict[str, bytes]:
         CLASS_SHARE_PNG: class_share_panel(report),
     }
     # A user's own defaults would change the pictures.
-    with style.context(["default", _STYLE], after_reset=True):
+    with style.context(["default", _STYLE]):
         pictures = {name: _lines_png(report, name, panels) for name, panels in wanted.items() if panels}
-        bars = [result for result in main_results(report) if any(result.missed.values())]
+        bars = [result for result in main_results(report) if sum(result.missed.values()) > 0]
         if bars:
             pictures[MISSED_PNG] = _missed_png(report, bars[:_MOST_BAR_PANELS])
     return pictures
@@ -205,8 +205,9 @@ def _missed_png(report: HitRateReport, results: Sequence[Result]) -> bytes:
 
 
 def _rows(result: Result) -> dict[str, Mapping[str, float]]:
-    """All tokens, then each class's, by their names."""
-    return {"all": result.missed, **{plain(name): missed for name, missed in result.missed_by_class.items()}}
+    """All tokens, then each class's, by their names; a class without tokens has no shares (NaN) and no bar."""
+    of_classes = {plain(name): missed for name, missed in result.missed_by_class.items() if sum(missed.values()) >= 0}
+    return {"all": result.missed, **of_classes}
 
 
 def _draw_bars(axes: Axes, rows: Mapping[str, Mapping[str, float]], most: float) -> None:
