@@ -190,13 +190,13 @@ def _apart(ticks: Mapping[float, str]) -> dict[float, str]:
 
 
 def _missed_png(report: HitRateReport, results: Sequence[Result]) -> bytes:
-    classes = len(results[0].missed_by_class)
-    height_in = 1.9 + 0.5 * (classes + 1)
-    figure = Figure(figsize=(_PANEL_IN * max(1.0, 0.7 * len(results)), height_in), dpi=_DPI, layout="constrained")
+    bars = [_rows(result) for result in results]
+    size_in = (_PANEL_IN * max(1.0, 0.7 * len(results)), 1.9 + 0.5 * max(map(len, bars)))
+    figure = Figure(figsize=size_in, dpi=_DPI, layout="constrained")
     several = figure.subplots(1, len(results), sharey=True, sharex=True, squeeze=False)[0]
-    most = max(sum(missed.values()) for result in results for missed in _rows(result).values()) * 100
-    for axes, result, label in zip(several, results, labels(results), strict=True):
-        _draw_bars(axes, _rows(result), most)
+    most = max(sum(missed.values()) for rows in bars for missed in rows.values()) * 100
+    for axes, rows, label in zip(several, bars, labels(results), strict=True):
+        _draw_bars(axes, rows, most)
         if len(results) > 1:
             axes.set_title(_words(label, 40), fontsize=10, loc="left", parse_math=False)
     several[0].invert_yaxis()
