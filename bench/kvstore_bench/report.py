@@ -17,6 +17,8 @@ from kvstore_bench.throughput import BARE_BATCHES, BARE_STREAM, GET, LINES, PREA
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.console import RenderableType
+
     from kvstore_bench.machine import Machine
     from kvstore_bench.memory import MemoryGrowth
     from kvstore_bench.throughput import Measurements, Sample, ThroughputConfig
@@ -129,17 +131,18 @@ def print_report(report: ThroughputReport) -> None:
     )
 
 
-def circumstances(kvstore_version: str, commit: str, seed: int, time: str, machine: Machine) -> str:
-    """What a table must be read with, in two lines."""
+def circumstances(kvstore_version: str, commit: str, seed: int | None, time: str, machine: Machine) -> str:
+    """What a table must be read with, in two lines. `seed`: None if nothing was drawn."""
+    drawn = "no seed" if seed is None else f"seed {seed}"
     return (
-        f"kvstore {kvstore_version}, commit {commit}, seed {seed}, {time}\n"
+        f"kvstore {kvstore_version}, commit {commit}, {drawn}, {time}\n"
         f"{machine.cpu}, {machine.cores} cores, {machine.memory_bytes / 2**30:.0f} GiB, Linux {machine.kernel}, "
         f"{machine.filesystem}; Python {machine.python}, grpcio {machine.grpcio}, numpy {machine.numpy}, "
         f"xxhash {machine.xxhash}"
     )
 
 
-def print_tables(head: str, tables: Sequence[Table], foot: str) -> None:
+def print_tables(head: str, tables: Sequence[RenderableType], foot: str) -> None:
     """A text, tables and a text on stdout."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
