@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvstore_bench.hitrate.baselines import belady, fifo, hit_share, lru, unlimited
 from kvstore_bench.hitrate.chains import ChainCollector
+from kvstore_bench.hitrate.engine_replay import replay_in_engine
 from kvstore_bench.hitrate.misses import BROKEN, EVICTED, EXPIRED, FIRST_SEEN, TAIL, changed_prefixes, explain_misses
+from kvstore_bench.hitrate.settings import ReplaySettings
 from kvstore_bench.hitrate.sources import TRACES_VARIABLE, SourceOptions, load_workload
 
 if TYPE_CHECKING:
@@ -22,22 +25,27 @@ if TYPE_CHECKING:
 
     from kvstore_bench.hitrate.workload import Workload
 
-# A chain is a walk down a tree: at each step one of three ways.
-WALKS = st.lists(st.text("abc", max_size=6), min_size=1, max_size=25)
+# A chain is a walk down a tree: at each step one of three ways. A prompt and an answer make one.
+TALKS = st.lists(st.tuples(st.text("abc", max_size=6), st.text("abc", max_size=3)), min_size=1, max_size=25)
 
 
 def made(walks: Sequence[str], **fields: Sequence[float]) -> Workload:
-    """One request a second, whose blocks are the prefixes of its walk."""
+    """One request a second, whose blocks are the prefixes of its walk; it asks for all of them, or for so many as `asked` says."""
+    asked = [int(blocks) for blocks in fields.get("asked", [len(walk) for walk in walks])]
     chains = ChainCollector(["agent", "chatbot"])
     for second, walk in enumerate(walks):
         chains.add(
             fields.get("times", range(len(walks)))[second],
-            int(fields.get("tokens", [len(walk) * 10 + 3 for walk in walks])[second]),
+            int(fields.get("tokens", [blocks * 10 + 3 for blocks in asked])[second]),
             [walk[: end + 1] for end in range(len(walk))],
             class_id=int(fields.get("classes", [0] * len(walks))[second]),
             session=int(fields.get("sessions", [-1] * len(walks))[second]),
         )
-    return chains.workload("walks", 10, {})
+    return replace(chains.workload("walks", 10, {}), asked_blocks=np.array(asked, dtype=np.int32))
+
+
+def made_of_talks(talks: Sequence[tuple[str, str]]) -> Workload:
+    return made([prompt + answer for prompt, answer in talks], asked=[len(prompt) for prompt, _ in talks])
 
 
 def leading(chain: Sequence[int], present: Sequence[int] | OrderedDict[int, None]) -> int:
@@ -50,7 +58,7 @@ def queued(workload: Workload, capacity: int, *, moves: bool) -> list[int]:
     hits = []
     for request in range(workload.requests):
         chain = workload.chain(request).tolist()
-        hits.append(leading(chain, queue))
+        hits.append(leading(workload.asked(request).tolist(), queue))
         if moves:
             for block in reversed(chain):
                 queue.pop(block, None)
@@ -67,12 +75,12 @@ def queued(workload: Workload, capacity: int, *, moves: bool) -> list[int]:
 
 
 def clairvoyant(workload: Workload, capacity: int) -> list[int]:
-    """Keeps what is asked for soonest; of one request the beginning."""
+    """Keeps what is used soonest, in a prompt or an answer; of one request the beginning."""
     chains = [workload.chain(request).tolist() for request in range(workload.requests)]
     kept: list[int] = []
     hits = []
     for request, chain in enumerate(chains):
-        hits.append(leading(chain, kept))
+        hits.append(leading(workload.asked(request).tolist(), kept))
 
         def next_use(block: int, after: int = request) -> tuple[int, int]:
             user = next((r for r in range(after + 1, len(chains)) if block in chains[r]), len(chains))
@@ -83,23 +91,55 @@ def clairvoyant(workload: Workload, capacity: int) -> list[int]:
     return hits
 
 
-@given(WALKS, st.integers(1, 12))
+@given(TALKS, st.integers(1, 12))
 @settings(deadline=None)
-def test_fast_policies_hit_what_slow_ones_hit(walks, capacity):
-    workload = made(walks)
+def test_fast_policies_hit_what_slow_ones_hit(talks, capacity):
+    workload = made_of_talks(talks)
     assert lru(workload, capacity).tolist() == queued(workload, capacity, moves=True)
     assert fifo(workload, capacity).tolist() == queued(workload, capacity, moves=False)
     assert belady(workload, capacity).tolist() == clairvoyant(workload, capacity)
 
 
-@given(WALKS)
+@given(TALKS)
 @settings(deadline=None)
-def test_with_room_for_all_every_policy_hits_what_was_asked_before(walks):
-    workload = made(walks)
+def test_with_room_for_all_every_policy_hits_what_was_there_before(talks):
+    workload = made_of_talks(talks)
     room = max(1, workload.unique_blocks)
     expected = unlimited(workload).tolist()
     for policy in (lru, fifo, belady):
         assert policy(workload, room).tolist() == expected
+
+
+def in_engine(workload: Workload, scratch: Path, ttl_s: int) -> list[int]:
+    room = ReplaySettings(4 << 20, 512, 64 << 10, {"agent": ttl_s, "chatbot": ttl_s})
+    return replay_in_engine(workload, room, scratch)[0].tolist()
+
+
+def test_answer_stored_when_made_is_hit_by_the_next_turn(tmp_path):
+    # The second request continues the answer to the first, the third that to the second; then the first one comes again, and is
+    # answered with blocks that are there. The last prompt has no full block.
+    walks, asked = ["abcd", "abcdef", "abcdefg", "abcd", "x"], [2, 5, 7, 2, 0]
+    workload, unanswered = made(walks, asked=asked), made([w[:n] for w, n in zip(walks, asked, strict=True)])
+    policies = [unlimited, lambda w: lru(w, 8), lambda w: fifo(w, 8), lambda w: belady(w, 8)]
+    for policy in policies:
+        assert policy(workload).tolist() == [0, 4, 6, 2, 0]
+        assert policy(unanswered).tolist() == [0, 2, 5, 2, 0]
+    assert in_engine(workload, tmp_path / "answered", 3600) == [0, 4, 6, 2, 0]
+    assert in_engine(unanswered, tmp_path / "unanswered", 3600) == [0, 2, 5, 2, 0]
+
+
+def test_blocks_that_an_answer_has_again_live_on(tmp_path):
+    workload = made(["ab", "ab", "ab"], asked=[2, 1, 2], times=[0, 600, 1200])
+    assert unlimited(workload, [900, 900]).tolist() == [0, 1, 2]
+    assert lru(workload, 2).tolist() == [0, 1, 2]
+    assert in_engine(workload, tmp_path, 900) == [0, 1, 2]
+    assert explain_misses(workload, np.array([0, 1, 0]), [900, 900]).by_cause()[EVICTED] == 20
+
+
+@pytest.mark.parametrize("asked", [[3], [-1], [1, 1]])
+def test_request_asks_for_the_beginning_of_its_chain(asked):
+    with pytest.raises(AssertionError):
+        replace(made(["ab"]), asked_blocks=np.array(asked, dtype=np.int32))
 
 
 def test_ttl_counts_from_the_last_use_by_the_class_that_keeps_longest():
@@ -130,12 +170,21 @@ def test_missed_tokens_are_split_by_cause():
     assert sum(misses.by_cause(1).values()) == 0
 
 
-def test_missed_tokens_and_hits_make_up_the_measured_input():
-    workload = made(["abc", "abd", "aab", "b"], tokens=[33, 30, 37, 10])
+def test_answers_are_not_missed_but_their_blocks_are_known():
+    # The second leaves what the first was answered with; the third comes when all has expired, "d" of the first answer as well.
+    workload = made(["abcd", "abce", "abcdf"], asked=[2, 4, 4], times=[0, 1, 200], sessions=[1, 1, 2])
+    misses = explain_misses(workload, np.array([0, 3, 0]), [100.0, 100.0])
+    assert misses.by_cause() == {FIRST_SEEN: 20, BROKEN: 10, EXPIRED: 40, EVICTED: 0, TAIL: 9}
+
+
+@pytest.mark.parametrize("asked", [[3, 3, 3, 1], [1, 2, 3, 0]])
+def test_missed_tokens_and_hits_make_up_the_measured_input(asked):
+    workload = made(["abc", "abd", "aab", "b"], asked=asked)
+    tokens = workload.input_tokens.sum()
     for policy in (lru, fifo, belady):
         hits = policy(workload, 3)
         missed = sum(explain_misses(workload, hits, [2.0, 2.0]).by_cause().values())
-        assert missed + hit_share(workload, hits) * 110 == pytest.approx(110)
+        assert missed + hit_share(workload, hits) * tokens == pytest.approx(tokens)
 
 
 KNOWN = {

@@ -64,6 +64,7 @@ def test_mooncake_trace_keeps_the_last_block_with_the_tokens_it_has(tmp_path):
     assert chains(workload) == [[0, 1, 2], [0, 1]]
     assert workload.time_s.tolist() == [0.0, 1.5]
     assert workload.tokens_of(0, 3) == 1100
+    assert workload.asked_blocks.tolist() == [3, 2]
     assert workload.tokens_of(0, 2) == 1024
     assert set(workload.session.tolist()) == {NO_SESSION}
 
@@ -84,6 +85,7 @@ def test_sessions_share_prompts_of_equal_sizes_and_sub_agents_share_none(tmp_pat
     assert again[2] != first[2]
     assert not set(sub) & set(first + again)
     assert workload.session.tolist() == [0, 1, 2, 0, 0]
+    assert workload.asked_blocks.tolist() == [len(chain) for chain in chains(workload)]
 
 
 def test_session_starts_are_spread_and_the_same_each_time(tmp_path):

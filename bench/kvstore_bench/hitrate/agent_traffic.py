@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore_bench.hitrate.generator_conversation import AGENT, Conversant, Conversation, kept_at_break
+from kvstore_bench.hitrate.generator_conversation import AGENT, Conversant, Conversation, kept_at_break, stored_tokens
 from kvstore_bench.hitrate.generator_draws import lognormal, two_lognormals, whole
 
 if TYPE_CHECKING:
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 # What a request's uniforms are for.
 _GAP = slice(0, 3)
 _IS_USER = 3
-_GROWTH = slice(4, 6)
+_READING = slice(4, 6)
 _COMPACTED = slice(6, 8)
 _BREAK = slice(8, 11)
-_COLUMNS = 11
+_OUTPUT = slice(11, 13)
+_COLUMNS = 13
 
 
 def agent_session(parameters: GeneratorParameters, seed: int, number: int) -> Conversation:
@@ -40,9 +41,8 @@ def agent_session(parameters: GeneratorParameters, seed: int, number: int) -> Co
     first = agent.resumed_first_tokens if resumed else agent.fresh_first_tokens
     own_tokens = int(whole(lognormal(first, conversant.traits[5:7]), 1))
     exploring = 0 if resumed else agent.exploring_requests
-    return Conversation(
-        AGENT, prompt, time_s, *_prompts(agent, prompt.tokens, own_tokens, _growth(agent, rows, exploring), rows)
-    )
+    reading = _reading(agent, rows, exploring)
+    return Conversation(AGENT, prompt, time_s, *_prompts(parameters, prompt.tokens, own_tokens, reading, rows))
 
 
 def _gaps_s(agent: Agent, rows: Floats) -> Floats:
@@ -51,25 +51,31 @@ def _gaps_s(agent: Agent, rows: Floats) -> Floats:
     return np.where(by_user, *gaps)
 
 
-def _growth(agent: Agent, rows: Floats, exploring: int) -> list[int]:
-    """Tokens that a request adds: an agent reads much before it begins to work."""
-    uniforms = rows[:, _GROWTH]
-    parts = (agent.exploring_growth_tokens, uniforms[:exploring]), (agent.growth_tokens, uniforms[exploring:])
-    growth: list[int] = whole(np.concatenate([lognormal(*part) for part in parts]), 1).tolist()
-    return growth
+def _reading(agent: Agent, rows: Floats, exploring: int) -> list[int]:
+    """Tokens that a request adds behind the answer before: an agent reads much before it begins to work."""
+    uniforms = rows[:, _READING]
+    parts = (agent.exploring_reading_tokens, uniforms[:exploring]), (agent.reading_tokens, uniforms[exploring:])
+    reading: list[int] = whole(np.concatenate([lognormal(*part) for part in parts]), 1).tolist()
+    return reading
 
 
-def _prompts(agent: Agent, shared: int, own: int, growth: list[int], rows: Floats) -> tuple[Ints, Ints]:
-    """Tokens of each request's prompt, and how many of them are the previous one's."""
+def _prompts(
+    parameters: GeneratorParameters, shared: int, own: int, reading: list[int], rows: Floats
+) -> tuple[Ints, Ints, Ints]:
+    """Tokens of each request's prompt, those stored then, and how many of the prompt's were stored with the one before."""
+    agent, traffic = parameters.agent, parameters.traffic
+    answers = whole(lognormal(agent.output_tokens, rows[:, _OUTPUT]), 1).tolist()
     compacted = whole(lognormal(agent.compacted_tokens, rows[:, _COMPACTED]), 1).tolist()
     limit = agent.context_tokens if shared + own <= agent.context_tokens else agent.long_context_tokens
     room = max(limit - shared, 1)
-    size, tokens, kept = shared + min(own, room), [shared + min(own, room)], [shared]
+    tokens, kept = [shared + min(own, room)], [shared]
+    stored = [stored_tokens(traffic, tokens[0], answers[0])]
     for request in range(1, len(rows)):
-        stays = kept_at_break(agent.breaks, shared, size, rows[request, _BREAK])
-        kept.append(size if stays is None else stays)
-        size += growth[request]
-        if size > limit:
-            size, kept[-1] = shared + min(compacted[request], room), shared
-        tokens.append(size)
-    return np.array(tokens, np.int64), np.array(kept, np.int64)
+        context = tokens[-1] + answers[request - 1]
+        stays = kept_at_break(agent.breaks, shared, context, rows[request, _BREAK])
+        kept.append(stored[-1] if stays is None else min(stays, stored[-1]))
+        tokens.append(context + reading[request])
+        if tokens[-1] > limit:
+            tokens[-1], kept[-1] = shared + min(compacted[request], room), shared
+        stored.append(stored_tokens(traffic, tokens[-1], answers[request]))
+    return np.array(tokens, np.int64), np.array(stored, np.int64), np.array(kept, np.int64)

@@ -1,7 +1,8 @@
 """What other policies reach with the same room, block by block: no limit at all, LRU, FIFO, and Belady's, who knows the future.
 
-All count as the store does: a request hits the leading blocks that are there, and everything asked for is there afterwards. A
-chain is inserted and touched from its end to its beginning, so that what is dropped first is its end.
+All count as the store does: a request hits the leading blocks that are there, of those that it asks for, and its whole chain is
+there afterwards, the answer's blocks included. A chain is inserted and touched from its end to its beginning, so that what is
+dropped first is its end.
 
 LRU and Belady are fast because blocks go in intervals. Whoever uses a block uses all before it; so the blocks whose last user
 is request q are a stretch of q's chain, and so are those whose next user is q. What is dropped is cut off that stretch's end.
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 def hit_share(workload: Workload, hit_blocks: NDArray[np.int64]) -> float:
     """The hit rate of a replay: hit tokens ÷ input tokens, of the measured requests.
 
-    Args: hit_blocks: shape (requests,): leading blocks that each found.
+    Args: hit_blocks: shape (requests,): leading blocks that each found, of those that it asked for.
     """
+    assert (hit_blocks <= workload.asked_blocks).all(), "nobody hits what they do not ask for"
     counted = workload.measured
     tokens = np.minimum(hit_blocks * workload.block_tokens, workload.input_tokens)
     return float(tokens[counted].sum() / max(1, workload.input_tokens[counted].sum()))
@@ -49,7 +51,7 @@ def unlimited(workload: Workload, ttls_s: Sequence[float] | None = None) -> NDAr
     ttls = [np.inf] * len(workload.classes) if ttls_s is None else ttls_s
     for request, now_s in enumerate(workload.time_s):
         chain = workload.chain(request)
-        hits[request] = leading(ends_s[chain] > now_s)
+        hits[request] = leading(ends_s[workload.asked(request)] > now_s)
         ends_s[chain] = np.maximum(ends_s[chain], now_s + ttls[workload.class_id[request]])
     return hits
 
@@ -62,8 +64,9 @@ def lru(workload: Workload, capacity_blocks: int) -> NDArray[np.int64]:
     size = oldest = 0
     for request in range(workload.requests):
         chain = workload.chain(request)
-        hits[request] = leading(user[chain] >= 0)
-        size += len(chain) - int(hits[request])
+        there = leading(user[chain] >= 0)  # all that are: a chain loses its end first
+        hits[request] = min(there, workload.asked_blocks[request])
+        size += len(chain) - there
         user[chain], ends[request] = request, len(chain)
         while size > capacity_blocks:
             own = workload.chain(oldest)[: ends[oldest]]
@@ -87,7 +90,7 @@ def fifo(workload: Workload, capacity_blocks: int) -> NDArray[np.int64]:
     queue: deque[int] = deque()
     for request in range(workload.requests):
         chain = workload.chain(request)[::-1]
-        hits[request] = leading(present[chain[::-1]])
+        hits[request] = leading(present[workload.asked(request)])
         new = chain[~present[chain]].tolist()
         for block in _that_come(chain, new, queue, capacity_blocks):
             if present[block]:
@@ -111,6 +114,8 @@ def _that_come(chain: NDArray[np.int32], new: list[int], queue: deque[int], capa
 def belady(workload: Workload, capacity_blocks: int) -> NDArray[np.int64]:
     """Hits when the block goes whose next use is the latest, and what is never used again is not kept. Shape (requests,).
 
+    A use is a use, in an answer too: blocks for a prompt and for the answer behind it are kept alike, so that next uses ascend
+    along a chain. Answers whose blocks never come twice, as the generator's, are never used but in prompts.
     Source: L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5(2), 1966.
     """
     hits = np.zeros(workload.requests, dtype=np.int64)
@@ -120,9 +125,10 @@ def belady(workload: Workload, capacity_blocks: int) -> NDArray[np.int64]:
     size = 0
     for request in range(workload.requests):
         chain = workload.chain(request)
-        hit = hits[request] = leading(present[chain])
-        size -= int(hit)  # those that are there were there for this request
-        present[chain[:hit]] = False
+        there = leading(present[chain])
+        hits[request] = min(there, workload.asked_blocks[request])
+        size -= there  # those that are there were there for this request
+        present[chain[:there]] = False
         kept.forget(request)
         uses = next_use[workload.starts[request] : workload.starts[request + 1]]
         again = int(np.searchsorted(uses, workload.requests))
@@ -137,7 +143,7 @@ def belady(workload: Workload, capacity_blocks: int) -> NDArray[np.int64]:
 
 
 def _next_uses(workload: Workload) -> NDArray[np.int32]:
-    """Shape (len(blocks),): the next request that asks for the block; as many as there are: none does. Ascending in a chain."""
+    """Shape (len(blocks),): the next request whose chain has the block; as many as there are: none. Ascending in a chain."""
     next_use = np.empty(len(workload.blocks), dtype=np.int32)
     coming = np.full(workload.unique_blocks, workload.requests, dtype=np.int32)
     for request in range(workload.requests - 1, -1, -1):

@@ -82,6 +82,7 @@ class ChainCollector:
         times = np.array(self._time_s)
         order = np.argsort(times, kind="stable")
         chains = [self._chains[i] for i in order]
+        lengths = np.array([len(chain) for chain in chains], dtype=np.int32)
         return Workload(
             name=name,
             block_tokens=block_tokens,
@@ -90,8 +91,9 @@ class ChainCollector:
             class_id=np.array(self._class_id, dtype=np.uint8)[order],
             session=np.array(self._session, dtype=np.int32)[order],
             input_tokens=np.array(self._input_tokens, dtype=np.int64)[order],
-            starts=np.concatenate([[0], np.cumsum([len(chain) for chain in chains])]),
+            starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
             blocks=np.concatenate(chains),
+            asked_blocks=lengths,  # a log or trace says nothing of an answer's blocks
             unique_blocks=len(self._parents),
             origin=origin,
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore_bench.hitrate.generator_conversation import CHATBOT, Conversant, Conversation, kept_at_break
+from kvstore_bench.hitrate.generator_conversation import CHATBOT, Conversant, Conversation, kept_at_break, stored_tokens
 from kvstore_bench.hitrate.generator_draws import lognormal, whole
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def chat_conversation(parameters: GeneratorParameters, seed: int, number: int) -
 
     time_s, rows = conversant.sit(chat.habit, _COLUMNS, requests_of, lambda rows: lognormal(chat.gap_s, rows[:, _GAP]))
     prompt = conversant.shared_prompt(chat.prompt)
-    return Conversation(CHATBOT, prompt, time_s, *_prompts(chat, prompt.tokens, rows))
+    return Conversation(CHATBOT, prompt, time_s, *_prompts(parameters, prompt.tokens, rows))
 
 
 def _questions(chat: Chat, rows: Floats) -> list[int]:
@@ -48,18 +48,20 @@ def _questions(chat: Chat, rows: Floats) -> list[int]:
     return questions
 
 
-def _prompts(chat: Chat, shared: int, rows: Floats) -> tuple[Ints, Ints]:
-    """Tokens of each request's prompt, and how many of them are the previous one's."""
+def _prompts(parameters: GeneratorParameters, shared: int, rows: Floats) -> tuple[Ints, Ints, Ints]:
+    """Tokens of each request's prompt, those stored then, and how many of the prompt's were stored with the one before."""
+    chat = parameters.chat
     answers = whole(lognormal(chat.output_tokens, rows[:, _OUTPUT]), 1).tolist()
-    room, size, context, tokens, kept = max(chat.context_tokens - shared, 1), shared, shared, [], []
+    room, context = max(chat.context_tokens - shared, 1), shared
+    tokens, stored, kept = [], [shared], []
     for request, question in enumerate(_questions(chat, rows)):
-        # An answer is not stored when it is made: it is new in the prompt that it is part of for the first time.
         stays = kept_at_break(chat.breaks, shared, context, rows[request, _BREAK]) if request else None
-        kept.append(size if stays is None else min(stays, size))
+        kept.append(stored[-1] if stays is None else min(stays, stored[-1]))
         size = context + question
         if size - shared > room:
             # The oldest half of what fits is dropped: all behind the shared prompt moves, and is new.
             size, kept[-1] = shared + max(room // 2, 1), min(kept[-1], shared)
         tokens.append(size)
+        stored.append(stored_tokens(parameters.traffic, size, answers[request]))
         context = size + answers[request]
-    return np.array(tokens, np.int64), np.array(kept, np.int64)
+    return np.array(tokens, np.int64), np.array(stored[1:], np.int64), np.array(kept, np.int64)

@@ -94,12 +94,11 @@ class _Replay:
         self._resident.append((now_s, self._store.status().live.bytes))
 
     def _ask(self, request: int) -> int:
-        """Match, and put what is missing, as an engine does."""
+        """Match the prompt, and put what is missing of it and of the answer, as an engine does."""
         chain = self._hashes.chain(self._workload.chain(request))
-        if not len(chain):
-            return 0
+        asked = chain.first(int(self._workload.asked_blocks[request]))
         traffic_class = self._workload.classes[self._workload.class_id[request]]
-        hit = self._store.match(self._namespace, chain, traffic_class).hit_length_blocks
+        hit = self._store.match(self._namespace, asked, traffic_class).hit_length_blocks
         missing = [PutBlock(i, self._payload, block_checksum(self._payload, chain[i])) for i in range(hit, len(chain))]
         if missing:
             self._store.submit_put(self._namespace, chain, missing, traffic_class).result()

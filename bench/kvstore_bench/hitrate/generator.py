@@ -68,6 +68,7 @@ def generate(parameters: GeneratorParameters, seed: int, progress: Callable[[flo
         input_tokens=chains.input_tokens[order],
         starts=starts,
         blocks=chains.fill(starts, order, progress),
+        asked_blocks=chains.asked[order].astype(np.int32),
         unique_blocks=chains.unique_blocks,
         measured_from_s=parameters.traffic.measured_from_days * DAY_S,
         origin={
@@ -100,8 +101,8 @@ def _conversations(parameters: GeneratorParameters, seed: int, progress: Callabl
 class _Chains:
     """Block ids of all requests, conversation behind conversation.
 
-    A request's chain is what it keeps of its predecessor's and new ids behind it; new ids are handed out in the order of
-    requests, behind those of the shared prompts.
+    A request's chain is what it keeps of its predecessor's and new ids behind it, up to where its answer's KV is stored; new ids
+    are handed out in the order of requests, behind those of the shared prompts.
     """
 
     def __init__(self, conversations: Sequence[Conversation], block_tokens: int, name: str) -> None:
@@ -109,10 +110,11 @@ class _Chains:
         self._prompts, prompt_blocks = _prompt_chains(conversations, block_tokens)
         self._first = np.concatenate(([0], np.cumsum([len(one.time_s) for one in conversations])))
         self.input_tokens: Ints = np.concatenate([one.input_tokens for one in conversations])
-        self.length: Ints = self.input_tokens // block_tokens
+        self.asked: Ints = self.input_tokens // block_tokens
+        self.length: Ints = np.concatenate([one.stored_tokens for one in conversations]) // block_tokens
         self._kept: Ints = np.concatenate([one.kept_tokens for one in conversations]) // block_tokens
         new = self.length - self._kept
-        assert (new >= 0).all(), "a prompt keeps no more than it has"
+        assert (self._kept <= self.asked).all(), "a prompt keeps no more than it has"
         self._new_from: Ints = prompt_blocks + np.cumsum(new) - new
         self.unique_blocks = prompt_blocks + int(new.sum())
         if self.unique_blocks > _IDS_MAX:

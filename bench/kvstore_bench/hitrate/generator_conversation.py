@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvstore_bench.hitrate.generator_parameters import Breaks, GeneratorParameters, Habit, SharedPrompts
+    from kvstore_bench.hitrate.generator_parameters import (
+        Breaks,
+        GeneratorParameters,
+        Habit,
+        SharedPrompts,
+        Traffic,
+    )
 
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
@@ -45,21 +51,25 @@ class Conversation:
     Attributes:
         time_s: shape (requests,), ascending.
         input_tokens: shape (requests,).
-        kept_tokens: shape (requests,): how much of the prompt is the previous request's; of the first one's, the shared prompt's.
+        stored_tokens: shape (requests,): of prompt and answer, those whose KV is stored then; see `stored_tokens`.
+        kept_tokens: shape (requests,): how much of the prompt was the previous request's, and stored then; of the first one's,
+            how much is the shared prompt's.
     """
 
     class_id: int
     prompt: SharedPrompt
     time_s: Floats
     input_tokens: Ints
+    stored_tokens: Ints
     kept_tokens: Ints
 
     def without_history(self) -> Conversation:
         """The requests from time 0 on: the first of them finds no predecessor, and so has only the shared prompt to keep."""
-        begin = int(np.searchsorted(self.time_s, 0.0))
-        kept = self.kept_tokens[begin:].copy()
+        rest = slice(int(np.searchsorted(self.time_s, 0.0)), None)
+        kept = self.kept_tokens[rest].copy()
         kept[:1] = self.prompt.tokens
-        return Conversation(self.class_id, self.prompt, self.time_s[begin:], self.input_tokens[begin:], kept)
+        tokens = self.input_tokens[rest], self.stored_tokens[rest], kept
+        return Conversation(self.class_id, self.prompt, self.time_s[rest], *tokens)
 
 
 class Conversant:
@@ -121,6 +131,14 @@ def _shared_prompt(shared: SharedPrompts, seed: int, class_id: int, number: int)
     return SharedPrompt(
         number, tool_set, tool_tokens, tool_tokens + int(whole(lognormal(shared.system_tokens, uniforms[1:]), 1))
     )
+
+
+def stored_tokens(traffic: Traffic, prompt_tokens: int, answer_tokens: int) -> int:
+    """Of a prompt and its answer, as many leading tokens as have KV in the store once the answer is made.
+
+    An engine never computes the KV of an answer's last token: nothing comes behind it.
+    """
+    return prompt_tokens + answer_tokens - 1 if traffic.answers_stored else prompt_tokens
 
 
 def kept_at_break(breaks: Breaks, prompt_tokens: int, context_tokens: int, uniforms: Floats) -> int | None:

@@ -57,6 +57,7 @@ class Traffic(_Table):
     )
     measured_from_days: int = Field(ge=0, le=3650, description="What comes before only warms up the store.")
     block_tokens: int = Field(ge=1, le=65536)
+    answers_stored: bool = Field(description="When they are made; else as part of the next prompt.")
     scale: float = Field(gt=0, le=1e6, description="Multiplies the numbers of sessions and conversations.")
 
     @model_validator(mode="after")
@@ -130,8 +131,9 @@ class Agent(_Table):
     fresh_first_tokens: LogNormal
     resumed_first_tokens: LogNormal
     exploring_requests: int = Field(ge=0, le=1_000_000, description="The first ones of a session that is not resumed.")
-    exploring_growth_tokens: LogNormal
-    growth_tokens: LogNormal
+    exploring_reading_tokens: LogNormal
+    reading_tokens: LogNormal = Field(description="What tools and users said since the answer before.")
+    output_tokens: LogNormal
     user_share: Share
     tool_gap_s: TwoLogNormals
     user_gap_s: TwoLogNormals

@@ -23,7 +23,7 @@ EXPIRED: Final = "expired"
 EVICTED: Final = "evicted"
 TAIL: Final = "no_full_block"
 CAUSES: Final = {
-    FIRST_SEEN: "nobody had asked for the block before",
+    FIRST_SEEN: "nobody had asked for the block before, or been answered with it",
     BROKEN: "new as well, in a place where the conversation's request before had another block: its prefix was changed",
     EXPIRED: "its time to live had passed",
     EVICTED: "it was dropped to make room, or stands behind one that was",
@@ -44,22 +44,22 @@ class Misses:
 
 
 def explain_misses(workload: Workload, hit_blocks: NDArray[np.int64], ttls_s: Sequence[float]) -> Misses:
-    """Split missed tokens by cause.
+    """Split missed tokens of prompts by cause.
 
     Args:
-        hit_blocks: shape (requests,): leading blocks that each request found.
+        hit_blocks: shape (requests,): leading blocks that each request found, of those that it asked for.
         ttls_s: by class, refreshed by use.
     """
     tokens = np.zeros((len(workload.classes), len(CAUSES)), dtype=np.int64)
-    ends_s = np.full(workload.unique_blocks, -np.inf)  # never asked for
+    ends_s = np.full(workload.unique_blocks, -np.inf)  # never stored
     changed = changed_prefixes(workload)
     for request, now_s in enumerate(workload.time_s.tolist()):
-        chain, hit = workload.chain(request), int(hit_blocks[request])
+        chain, asked, hit = workload.chain(request), workload.asked(request), int(hit_blocks[request])
         class_id = workload.class_id[request]
         if now_s >= workload.measured_from_s:
-            ends = ends_s[chain[hit:]]
+            ends = ends_s[asked[hit:]]
             is_new = np.isneginf(ends)
-            is_changed = is_new & (np.arange(hit, len(chain)) < changed[request])
+            is_changed = is_new & (np.arange(hit, len(asked)) < changed[request])
             is_expired = ~is_new & (ends <= now_s)
             counts = [
                 (is_new & ~is_changed).sum(),
@@ -85,14 +85,17 @@ def _as_tokens(workload: Workload, request: int, hit: int, counts: Sequence[int]
 
 
 def changed_prefixes(workload: Workload) -> NDArray[np.int64]:
-    """Shape (requests,): blocks up to the end of the conversation's request before, where this one leaves its chain; else 0."""
+    """Shape (requests,): blocks up to the end of the conversation's request before, where this one leaves its chain; else 0.
+
+    The request before ends with its answer, if the workload has that.
+    """
     changed = np.zeros(workload.requests, dtype=np.int64)
     before: dict[int, int] = {}
     for request, session in enumerate(workload.session.tolist()):
         if session == NO_SESSION:
             continue
         if session in before:
-            old, new = workload.chain(before[session]), workload.chain(request)
+            old, new = workload.chain(before[session]), workload.asked(request)
             common = min(len(old), len(new))
             if leading(old[:common] == new[:common]) < len(old):
                 changed[request] = len(old)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 DEFINITION: Final = (
     "hit rate = hit tokens ÷ input tokens. A request hits the leading blocks of its prompt that are stored, counted when it asks; "
-    "what it asks for is stored afterwards. The warm-up is not counted."
+    "what it asks for is stored afterwards, and its answer if the workload has that. The warm-up is not counted."
 )
 DEFINITION_FULL_BLOCKS: Final = (
     "of full blocks = hit tokens ÷ tokens in full blocks asked for, as the server's metrics count"

@@ -106,11 +106,11 @@ class _Replay:
         )
 
     def _ask(self, request: int) -> int:
+        """Match the prompt, and put what is missing of it and of the answer, as an engine does."""
         chain = self._hashes.chain(self._workload.chain(request))
-        if not len(chain):
-            return 0
+        asked = chain.first(int(self._workload.asked_blocks[request]))
         traffic_class = self._workload.classes[self._workload.class_id[request]]
-        match = self._handle.match(chain, traffic_class)
+        match = self._handle.match(asked, traffic_class)
         hit = match.hit_length_blocks
         failure = match.failure
         if failure is None and hit < len(chain):

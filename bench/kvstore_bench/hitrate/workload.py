@@ -32,6 +32,8 @@ class Workload:
         input_tokens: shape (requests,): of the whole prompt, those behind its last block included.
         starts: shape (requests + 1,): where each request's chain begins in `blocks`.
         blocks: ids from 0 to `unique_blocks` - 1, chain behind chain.
+        asked_blocks: shape (requests,): how many leading blocks of its chain the prompt asks for. The others are the answer's:
+            they are stored, and used, right after the prompt's, but nobody asks for them, so that they are no hit and no miss.
         measured_from_s: requests before it only warm up the store.
         origin: what a report says of where it comes from: file, seed, parameters.
     """
@@ -45,6 +47,7 @@ class Workload:
     input_tokens: NDArray[np.int64]
     starts: NDArray[np.int64]
     blocks: NDArray[np.int32]
+    asked_blocks: NDArray[np.int32]
     unique_blocks: int
     measured_from_s: float = 0.0
     origin: Mapping[str, object] = field(default_factory=dict)
@@ -54,6 +57,9 @@ class Workload:
         assert len(self.starts) == count + 1, "starts has one entry more than there are requests"
         assert all(len(column) == count for column in (self.class_id, self.session, self.input_tokens))
         assert self.starts[-1] == len(self.blocks), "chains make up the blocks"
+        asked = self.asked_blocks
+        assert asked.shape == (count,), "each request asks"
+        assert ((asked >= 0) & (asked <= np.diff(self.starts))).all(), "what is asked for is the chain's beginning"
         assert not count or (np.diff(self.time_s) >= 0).all(), "requests are in the order of their times"
 
     @property
@@ -68,8 +74,12 @@ class Workload:
         return is_measured
 
     def chain(self, request: int) -> NDArray[np.int32]:
-        """Block ids of a request, from block 0 on; a view."""
+        """Block ids of a request, from block 0 on, those of the answer included: what is stored afterwards; a view."""
         return self.blocks[self.starts[request] : self.starts[request + 1]]
+
+    def asked(self, request: int) -> NDArray[np.int32]:
+        """Block ids that the request asks for: its chain without the answer's; a view."""
+        return self.chain(request)[: self.asked_blocks[request]]
 
     def tokens_of(self, request: int, blocks: int) -> int:
         """Tokens in the leading blocks of a request: a trace may name the last block of a prompt although it is not full."""
