@@ -156,18 +156,29 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     shares = {
         int(namespace_id): Usage(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
     }
-    order = np.argsort(worth)
-    cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
-    weights = taken[cold] / max(1, taken[cold].sum())  # torn rows have no length
+    half_worth, half_fading = colder_half(worth, fading, taken)
     return Summary(
         shares=shares,
-        worth=float(weights @ worth[cold]),
-        fading=float(weights @ fading[cold]),
+        worth=half_worth,
+        fading=half_fading,
         as_of_s=now_s,
         next_expiry_s=float(expiry_s.min()),
         changes=changes,
         ttls=ttls,
     )
+
+
+def colder_half(
+    worth: NDArray[np.float64], fading: NDArray[np.float64], taken: NDArray[np.int64]
+) -> tuple[float, float]:
+    """What the half of some blocks' bytes that is worth least is worth, and what that loses a second. All of shape (n,), n > 0.
+
+    Args: taken: bytes that the blocks take in their file.
+    """
+    order = np.argsort(worth)
+    cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
+    weights = taken[cold] / max(1, taken[cold].sum())  # torn rows have no length
+    return float(weights @ worth[cold]), float(weights @ fading[cold])
 
 
 def _clamp(uses: NDArray[np.uint32], now_s: float) -> None:

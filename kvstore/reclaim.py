@@ -9,7 +9,6 @@ that is worth least (see `worth.py`) goes; what is worth more than is typical fo
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,17 @@ from kvstore.log import format as fmt
 from kvstore.log.segment import row_capacity
 from kvstore.log.writer import NewEntry
 from kvstore.types import BlockAddr
-from kvstore.worth import PROTECTION, payload_bytes, segment_worth, worth_keeping
+from kvstore.victims import (
+    COMPACT_BELOW_LIVE_SHARE,
+    EXPIRES_SOON_SHARE,
+    RECLAIMS_PER_TICK,
+    SWEEP_BELOW_LIVE_SHARE,
+    TICKS_PER_COMPACTION,
+    Limits,
+    at_once,
+    least_worth,
+)
+from kvstore.worth import payload_bytes, segment_worth, worth_keeping
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -41,16 +50,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Before anything live is evicted, dead space is given back down to this share of live blocks; unasked, only below the other.
-_COMPACT_BELOW_LIVE_SHARE = 0.75
-_SWEEP_BELOW_LIVE_SHARE = 0.5
-# With no more than this part of its class's TTL left to any block, a segment is not worth compacting unasked.
-_EXPIRES_SOON_SHARE = 0.25
-_SLACK_BYTES = 256 << 10  # for tables, and for the index while it is small
-_RECLAIMS_PER_TICK = 4
 _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be read
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
-_TICKS_PER_COMPACTION = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class _Candidate:
     segment: Segment
     live_bytes: int  # with padding
     worth: float  # at least
+
+    @property
+    def lease_until_s(self) -> float:
+        """The last deadline of a lease that names it."""
+        return self.segment.lease_until_s
 
     @property
     def live_share(self) -> float:
@@ -89,15 +95,10 @@ class Reclaimer:
         self._ticks = 0
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
-        # Room that puts leave free: for the blocks a reclaim moves, and for what that adds to the index.
-        slack_bytes = min(_SLACK_BYTES, config.capacity // 16)
-        self._put_limit_bytes = config.capacity - segments.segment_size_bytes * 3 // 4 - slack_bytes
-        self._move_slack_bytes = slack_bytes // 4  # tables of the segment that takes moved blocks
-        self._index_slack_bytes = slack_bytes - self._move_slack_bytes
+        self._limits = Limits.of(
+            config.capacity, segments.segment_size_bytes, config.high_watermark, config.low_watermark
+        )
         self._rows_max = row_capacity(segments.segment_size_bytes)
-        # Puts need not wait for leases to pass while there is room between the high mark and the limit.
-        self._high_bytes = min(int(config.high_watermark * config.capacity), self._put_limit_bytes)
-        self._low_bytes = self._high_bytes - int((config.high_watermark - config.low_watermark) * config.capacity)
         self._above_low = False  # reclaiming from the high mark down to the low one
 
     def used_bytes(self) -> int:
@@ -111,14 +112,14 @@ class Reclaimer:
         """
         # The index grows by one or the other before it is measured again: when a segment's blocks are moved, or by the new ones.
         index_bytes = max(self._index.growth_bytes(self._rows_max), self._index.growth_bytes(0, new_entries))
-        limit = self._put_limit_bytes - max(0, index_bytes - self._index_slack_bytes)
+        limit = self._limits.put - max(0, index_bytes - self._limits.index_slack)
         if self.used_bytes() + need_bytes <= limit:
             return
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s(), self._clock.steady_s()))
         while (used := self.used_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
-            enough_coming = used - coming + need_bytes <= min(self._low_bytes, limit)
+            enough_coming = used - coming + need_bytes <= min(self._limits.low, limit)
             stuck = self._segments.nothing_can_be_unlinked(self._clock.steady_s())
             if need_bytes > limit or enough_coming or stuck or not self._reclaim_one(writer, urgent=True):
                 raise StoreFullError(
@@ -136,16 +137,16 @@ class Reclaimer:
         self._keep_ahead(writer)
         self._drop_obsolete()
         self._ticks += 1
-        if self._ticks % _TICKS_PER_COMPACTION == 0:
+        if self._ticks % TICKS_PER_COMPACTION == 0:
             self._compact_one(writer)
             self._index.clear_dead_readers()
             self._census.forget_others(self._segments.all())
 
     def _keep_ahead(self, writer: LogWriter) -> None:
         """From the high mark down to the low one, a few segments a tick."""
-        for _ in range(_RECLAIMS_PER_TICK):
+        for _ in range(RECLAIMS_PER_TICK):
             used = self.used_bytes() - self._segments.retiring_bytes()
-            self._above_low = used > (self._low_bytes if self._above_low else self._high_bytes)
+            self._above_low = used > (self._limits.low if self._above_low else self._limits.high)
             stuck = self._segments.nothing_can_be_unlinked(self._clock.steady_s())
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
                 break
@@ -176,7 +177,7 @@ class Reclaimer:
 
     def _compact_one(self, writer: LogWriter) -> None:
         """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
-        dead = [c for c in self._candidates(writer) if c.live_share < _SWEEP_BELOW_LIVE_SHARE]
+        dead = [c for c in self._candidates(writer) if c.live_share < SWEEP_BELOW_LIVE_SHARE]
         for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
             if not self._expires_soon(candidate.segment):
                 self._compact(candidate.segment, writer)
@@ -188,7 +189,7 @@ class Reclaimer:
         live = live_mask(segment, rules, now_s)
         expiry_s, _, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
         left_s = float(expiry_s.max(initial=0)) - now_s
-        return left_s <= _EXPIRES_SOON_SHARE * rules.ttls.ttl_s(segment.header.class_id)
+        return left_s <= EXPIRES_SOON_SHARE * rules.ttls.ttl_s(segment.header.class_id)
 
     def _reclaim_one(self, writer: LogWriter, *, urgent: bool) -> bool:
         """Reclaim the segment that costs least; False if there is none.
@@ -200,16 +201,16 @@ class Reclaimer:
             return True
         now_s = self._clock.now_s()
         self._quotas.refresh()
-        candidates = self._candidates(writer)
+        candidates: Sequence[_Candidate] = self._candidates(writer)
         if urgent:
-            candidates = _at_once(candidates, now_s)
+            candidates = at_once(candidates, now_s)
         if not candidates:
             return False
         deadest = min(candidates, key=lambda candidate: candidate.live_share)
-        if deadest.live_share < _COMPACT_BELOW_LIVE_SHARE and self._compact(deadest.segment, writer):
+        if deadest.live_share < COMPACT_BELOW_LIVE_SHARE and self._compact(deadest.segment, writer):
             return True
         typical = float(np.median([candidate.worth for candidate in candidates]))
-        victim = self._least_worth(candidates)
+        victim = least_worth(candidates, self._renewed)
         self._reclaim(victim.segment, self._worth_keeping(victim, typical), writer)
         return True
 
@@ -235,24 +236,17 @@ class Reclaimer:
         protected_bytes = sum(shares[ns].taken_bytes for ns in self._quotas.protected_namespaces(segment, shares))
         return _Candidate(segment, live_bytes, segment_worth(summary, self._clock.now_s(), live_bytes, protected_bytes))
 
-    def _least_worth(self, candidates: list[_Candidate]) -> _Candidate:
-        """The one that is worth least now. Only those are counted again that look like it."""
-        by_bound = sorted(candidates, key=lambda candidate: candidate.worth)
-        best, best_worth = by_bound[0], math.inf
-        for candidate in by_bound:
-            if candidate.worth >= best_worth:
-                break
-            self._census.renew(candidate.segment)
-            renewed = self._candidate(candidate.segment)
-            if renewed.worth < best_worth:
-                best, best_worth = renewed, renewed.worth
-        return best
+    def _renewed(self, candidate: _Candidate) -> _Candidate:
+        self._census.renew(candidate.segment)
+        return self._candidate(candidate.segment)
 
     def _worth_keeping(self, victim: _Candidate, typical: float) -> NDArray[np.bool_]:
         segment, rules, now_s = victim.segment, self._rules(), self._clock.now_s()
         protected = self._quotas.protected_namespaces(segment, self._census.live_shares(segment))
         live = live_mask(segment, rules, now_s)
-        return worth_keeping(segment, live, protected, rules.ttls, typical, now_s)
+        uses = segment.uses[: len(live)]
+        is_protected = np.isin(uses[:, fmt.USE_NAMESPACE], protected)
+        return worth_keeping(uses, live, is_protected, rules.ttls, typical, now_s, payload_bytes(segment))
 
     def _compact(self, segment: Segment, writer: LogWriter) -> bool:
         """Reclaim a segment by moving all that lives in it; False if that cannot be done now."""
@@ -285,7 +279,7 @@ class Reclaimer:
         keys = row_keys(rows)
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
-        needed = size_bytes + self._move_slack_bytes + self._index.growth_bytes(len(kept))
+        needed = size_bytes + self._limits.move_slack + self._index.growth_bytes(len(kept))
         if self.used_bytes() + needed <= self._capacity_bytes:
             moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
@@ -412,15 +406,6 @@ class Reclaimer:
         rules, now_s = self._rules(), self._clock.now_s()
         live, expired = live_mask(segment, rules, now_s), expired_mask(segment, rules, now_s)
         self._counters.add(blocks_evicted=int(live[dropped].sum()), blocks_expired=int(expired[dropped].sum()))
-
-
-def _at_once(candidates: list[_Candidate], now_s: float) -> list[_Candidate]:
-    """Those whose space is there at once because no lease names them; but not if that costs what is within a share."""
-    free = [c for c in candidates if c.segment.lease_until_s < now_s]
-    unprotected = [c for c in free if c.worth < PROTECTION]
-    if unprotected or all(c.worth >= PROTECTION for c in candidates):
-        return free or candidates
-    return candidates
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_bench import cli
-from kvstore_bench import units
+from kvstore_bench import cli, units
 from kvstore_bench.plan.compare import compare
 from kvstore_bench.plan.config import REFERENCE, load_plan
 from kvstore_bench.plan.model import make_plan

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvstore.clock import ManualClock
 from kvstore.config import TenantConfig, TrafficClassConfig
-from kvstore.worth import worth_keeping
+from kvstore.worth import payload_bytes, worth_keeping
 from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -206,9 +207,13 @@ def test_what_is_within_a_share_is_moved_out_of_a_segment_that_goes(tmp_path, cl
     live, ttls, now_s = store._live_mask(segment), store._rules.ttls, clock.now_s()
     protected = store._quotas.protected_namespaces(segment, [vip.namespace_id, crowd.namespace_id])
     assert protected == [vip.namespace_id]
-    keep = worth_keeping(segment, live, protected, ttls, 0.9999999, now_s)
+    uses = segment.uses[: len(live)]
+    is_protected = np.isin(segment.namespace_ids, protected)
+    keep = worth_keeping(uses, live, is_protected, ttls, 0.9999999, now_s, payload_bytes(segment))
     assert keep.tolist() == [True] * 3 + [True] + [False] * 4  # half of the segment: the protected first, though colder
-    assert worth_keeping(segment, live, [], ttls, 0.9999999, now_s).tolist() == [False] * 3 + [True] * 4 + [False]
+    nobody = np.zeros(len(live), dtype=bool)
+    keep = worth_keeping(uses, live, nobody, ttls, 0.9999999, now_s, payload_bytes(segment))
+    assert keep.tolist() == [False] * 3 + [True] * 4 + [False]
     store.close()
 
 

@@ -68,7 +68,7 @@ def test_a_directory_that_unlinks_nothing_costs_a_few_segments_and_not_the_cache
     store = open_store(tmp_path, clock, capacity=capacity, segment_size=256 << 10, device=device, tick_s=None)
     namespace = store.register_namespace(spec(4096))
     chains = []
-    while store._reclaimer.used_bytes() < store._reclaimer._put_limit_bytes - 100_000:
+    while store._reclaimer.used_bytes() < store._reclaimer._limits.put - 100_000:
         chains.append(chain_of(namespace, len(chains), 8))
         put(store, namespace, chains[-1])
     for chain in chains:
