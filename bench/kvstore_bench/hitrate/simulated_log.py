@@ -42,12 +42,14 @@ if TYPE_CHECKING:
 
 _NOWHERE: Final = -1
 _NEW_SEGMENT_BYTES: Final = 4 * fmt.ALIGNMENT_BYTES
-# Of the index, measured on the store: entries in a leaf, pages of the file for each leaf (branches, and those that commits write
-# anew), and pages of the tree for each leaf. And all other files together.
-_ENTRIES_PER_LEAF: Final = 48
-_FILE_PAGES_PER_LEAF: Final = 1.8
-_TREE_PAGES_PER_LEAF: Final = 1.03
-_FILES_BYTES: Final = 64 << 10
+# Of the index, as measured on the store: entries in a leaf, leaves under a branch, and the file's pages, with those that commits
+# write anew. And the sizes of all other files together.
+_ENTRIES_PER_LEAF: Final = 36
+_LEAVES_PER_BRANCH: Final = 36
+_DEPTH: Final = 3
+_FILE_PAGES_PER_LEAF: Final = 1.55
+_FILE_PAGES: Final = 32
+_FILES_BYTES: Final = 12 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class SimulatedLog:
         self._retiring: list[_Segment] = []
         self._open: dict[tuple[int, bool], _Segment] = {}  # by class, and whether it takes moved blocks
         self._uncommitted: set[int] = set()
+        self._unindexed = 0  # blocks of the put that is being written
         self._next_number = 0
         self._used_bytes = 0  # of segment files, retired ones included
         self._indexed = self._indexed_max = 0
@@ -169,6 +172,7 @@ class SimulatedLog:
             count = self._append_some(new[start:], class_id, now_s)
             start += count
         self._uncommitted.clear()
+        self._unindexed = 0
 
     def _alive(self, blocks: NDArray[np.int32], now_s: float) -> NDArray[np.bool_]:
         alive: NDArray[np.bool_] = self._ttls.live(self._uses[blocks], now_s)
@@ -199,7 +203,7 @@ class SimulatedLog:
             batch = blocks[: self._room_in(self._segment_with_room(class_id, now_s))]
             payload_bytes = len(batch) * self._taken_bytes
             table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-            self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, now_s)
+            self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, now_s, self._unindexed + len(batch))
             segment = self._segment_with_room(class_id, now_s)
             batch = batch[: self._room_in(segment)]
         except _NoRoomError:
@@ -210,13 +214,14 @@ class SimulatedLog:
         self._uses[batch, fmt.USE_LENGTH] = self._block_bytes
         self._place(segment, batch)
         self._uncommitted.add(segment.number)
+        self._unindexed += len(batch)
         self._count(bytes_put=len(batch) * self._block_bytes)
         return len(batch)
 
     def _segment_with_room(self, class_id: int, now_s: float) -> _Segment:
         segment = self._roomy((class_id, False))
         if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES, now_s)
+            self._make_room(_NEW_SEGMENT_BYTES, now_s, self._unindexed)
             segment = self._open[class_id, False] = self._new_segment(class_id)
         return segment
 
@@ -259,14 +264,21 @@ class SimulatedLog:
     # Room
 
     def _used(self) -> int:
-        index_pages = int(self._indexed_max / _ENTRIES_PER_LEAF * _FILE_PAGES_PER_LEAF)
+        index_pages = _FILE_PAGES + int(self._indexed_max / _ENTRIES_PER_LEAF * _FILE_PAGES_PER_LEAF)
         return self._used_bytes + _FILES_BYTES + index_pages * fmt.ALIGNMENT_BYTES
 
-    def _put_limit(self) -> int:
+    def _put_limit(self, new_blocks: int) -> int:
         """As in `Reclaimer.make_room`: less room for puts where a commit may make the index grow by more than its slack."""
-        leaves = min(self._layout.row_capacity, self._indexed // _ENTRIES_PER_LEAF)
-        growth_bytes = int(leaves * _TREE_PAGES_PER_LEAF) * fmt.ALIGNMENT_BYTES
-        return self._limits.put - max(0, growth_bytes - self._limits.index_slack)
+        growth_pages = max(self._growth_pages(self._layout.row_capacity, 0), self._growth_pages(0, new_blocks))
+        return self._limits.put - max(0, growth_pages * fmt.ALIGNMENT_BYTES - self._limits.index_slack)
+
+    def _growth_pages(self, changed: int, added: int) -> int:
+        """As `BlockIndex.growth_bytes`."""
+        all_leaves = -(-self._indexed // _ENTRIES_PER_LEAF)
+        leaves = min(changed + added, all_leaves)
+        branches = min(leaves * _DEPTH, -(-all_leaves // _LEAVES_PER_BRANCH))
+        split = min(added, leaves) + added // 32
+        return leaves + branches + split + split // 32 + 4
 
     def _retiring_bytes(self) -> int:
         return sum(self._file_bytes(segment.count) for segment in self._retiring)
@@ -278,9 +290,9 @@ class SimulatedLog:
         self._retiring = [segment for segment in self._retiring if segment.lease_until_s >= now_s]
         self._used_bytes -= sum(self._file_bytes(segment.count) for segment in gone)
 
-    def _make_room(self, need_bytes: int, now_s: float) -> None:
+    def _make_room(self, need_bytes: int, now_s: float, new_blocks: int) -> None:
         """As `Reclaimer.make_room`. Raises: _NoRoomError."""
-        limit = self._put_limit()
+        limit = self._put_limit(new_blocks)
         if self._used() + need_bytes <= limit:
             return
         self._reap(now_s)
