@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, MIN_BLOCK_BYTES
 from kvstore_bench.errors import InputError
+from kvstore_bench.hitrate.command import hitrate
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.plan.command import plan
@@ -365,6 +366,7 @@ def demo_handoff(
 
 app.command("storage")(storage)
 app.command("plan")(plan)
+app.command("hitrate")(hitrate)
 
 
 @contextmanager

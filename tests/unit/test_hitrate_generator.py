@@ -108,7 +108,7 @@ def test_more_sessions_leave_those_that_were_there_as_they_were(tmp_path, tiny):
 
 def test_the_origin_lets_anyone_make_the_workload_again(tiny):
     path = named_workloads()["tiny"]
-    assert tiny.origin["name"] == tiny.name == "tiny"
+    assert tiny.origin["generator"] == tiny.name == "tiny"
     assert tiny.origin["seed"] == 1
     assert tiny.origin["parameters_sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
     assert tiny.origin["parameters"]["traffic.scale"] == 0.02

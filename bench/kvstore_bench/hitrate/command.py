@@ -161,7 +161,7 @@ def _make_report(
         kvstore_version=version("kvstore"),
         commit=describe_commit(),
         time=utc_now(),
-        seed=seed if "parameters" in workload.origin else None,
+        seed=seed if "generator" in workload.origin else None,
         config={"replay": asked.replay, "block_bytes": block_bytes, **study.fixed(), **asdict(configurations[0])},
         machine=machine,
         workload=study.facts(),

@@ -72,7 +72,7 @@ def generate(parameters: GeneratorParameters, seed: int, progress: Callable[[flo
         unique_blocks=chains.unique_blocks,
         measured_from_s=parameters.traffic.measured_from_days * DAY_S,
         origin={
-            "name": parameters.name,
+            "generator": parameters.name,
             "seed": seed,
             "parameters_sha256": parameters.sha256,
             "parameters": parameters.flat(),

@@ -31,7 +31,7 @@ def replay_in_simulator(
     """
     log = SimulatedLog(workload.unique_blocks, settings)
     hits = np.zeros(workload.requests, dtype=np.int64)
-    times_s = workload.time_s - math.floor(workload.time_s[0]) + _BEGIN_S
+    times_s = workload.time_s - workload.time_s[0] + _BEGIN_S
     first = int(np.searchsorted(workload.time_s, workload.measured_from_s))
     before, resident, next_tick_s = log.counts, [(float(times_s[0]), 0)], -math.inf
     for request, (time_s, now_s) in enumerate(zip(workload.time_s.tolist(), times_s.tolist(), strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.log.format import align
+from kvstore_bench.errors import InputError
 from kvstore_bench.hitrate.baselines import belady, fifo, hit_share, lru, unlimited
 from kvstore_bench.hitrate.engine_replay import replay_in_engine
 from kvstore_bench.hitrate.misses import explain_misses
@@ -34,9 +36,13 @@ SWEEPS: Final = ("capacity", "ttl", "class-share")
 CAPACITY_SWEEP: Final = (0.01, 0.02, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0)
 TTL_SWEEP_S: Final = (300, 3600, 6 * 3600, DAY_S, 3 * DAY_S, 7 * DAY_S, 14 * DAY_S)
 CLASS_SHARE_SWEEP: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
-# Sealed, reclaimed and expired as a whole: in a store of some TB a segment is a 10,000th of it.
+# Sealed, reclaimed and expired as a whole. In a store of some TB a segment of 256 MiB is a 10,000th of it; here at least 8 blocks.
 SEGMENTS: Final = 256
+_SEGMENT_BLOCKS_MIN: Final = 8
+_BLOCKS_MIN: Final = 64  # or a segment, a sixteenth of the capacity at most, would hold too few
+_CAPACITY_BYTES_MIN: Final = 1 << 20
 _REPORT_EVERY: Final = 256  # requests
+_TICKS: Final = 50_000  # in weeks of traffic housekeeping every second changes nothing but the time it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +134,23 @@ class Study:
 
     def settings(self, configuration: Configuration) -> ReplaySettings:
         """Sizes in bytes."""
-        capacity = int(configuration.capacity_share * self._workload.unique_blocks) * align(self._block_bytes)
+        blocks = int(configuration.capacity_share * self._workload.unique_blocks)
+        capacity = blocks * align(self._block_bytes)
+        if blocks < _BLOCKS_MIN or capacity < _CAPACITY_BYTES_MIN:
+            raise InputError(
+                f"--capacity-share {configuration.capacity_share:g} makes {blocks} of {self._workload.unique_blocks:,} blocks",
+                f"give a share that makes {_BLOCKS_MIN} blocks and {_CAPACITY_BYTES_MIN >> 20} MiB at least",
+            )
+        room_bytes = (
+            capacity // SEGMENTS * 20 // 19
+        )  # tables have room for blocks of a page each: a twentieth of the file
         return ReplaySettings(
             capacity_bytes=capacity,
             block_bytes=self._block_bytes,
-            segment_bytes=max(32 << 10, min(256 << 20, capacity // SEGMENTS)),
+            segment_bytes=min(256 << 20, max(room_bytes, _SEGMENT_BLOCKS_MIN * align(self._block_bytes) * 20 // 19)),
             ttls_s=configuration.ttls_s,
             class_shares=configuration.class_shares,
+            tick_s=max(1.0, math.ceil((self._workload.time_s[-1] - self._workload.time_s[0]) / _TICKS)),
         )
 
     def _replayed(self, settings: ReplaySettings) -> tuple[NDArray[np.int64], Storage]:
