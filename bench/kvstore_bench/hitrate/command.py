@@ -9,6 +9,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -237,6 +238,9 @@ class _Outputs:
         for option, file in (("--json", self.json_file), ("--html", self.html_file)):
             if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
                 raise InputError(f"{option} {str(file)!r} cannot be written", "name a file in a directory that exists")
+        if (self.html_file or self.plots) and find_spec("matplotlib") is None:
+            fix = "pip install 'kvstore[bench]'"
+            raise InputError("pictures need the package matplotlib, which is missing", fix, "MISSING_PACKAGES")
         if self.plots is not None and (self.plots.exists() and not self.plots.is_dir()):
             raise InputError(f"--plots {str(self.plots)!r} is no directory", "name a directory")
 
