@@ -24,7 +24,7 @@ from kvstore_bench.hitrate.command import hitrate
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile  # noqa: TC001  typer reads the annotations
 from kvstore_bench.plan.command import plan
-from kvstore_bench.processes import ProcessError
+from kvstore_bench.processes import ProcessError, interrupt
 from kvstore_bench.report import make_report, print_report
 from kvstore_bench.storage import storage
 from kvstore_bench.throughput import ThroughputConfig, run, step_count
@@ -32,7 +32,6 @@ from kvstore_bench.workload import VerificationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
 
     from kvstore_bench.machine import Machine
 
@@ -278,7 +277,7 @@ def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tup
     """A scratch directory and what advances the progress bar; a file that cannot be written is told before the work."""
     if json_file is not None:
         _check_writable(json_file)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch, _progress(steps) as advance:
         yield Path(scratch), advance
 
@@ -337,7 +336,7 @@ def demo(
 
     _check_range("--requests", requests, 1, len(SCHEDULE))
     _prepare_for_demo(data_dir, json_file)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     raise typer.Exit(run_demo(requests, data_dir, json_file))
 
 
@@ -360,7 +359,7 @@ def demo_handoff(
     _check_range("--requests", requests, 1, len(FIRST_TURNS))
     _check_range("--tokens", tokens, 16, 512)
     _prepare_for_demo(data_dir, json_file)
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     raise typer.Exit(run_handoff_demo(requests, tokens, data_dir, json_file))
 
 
@@ -409,11 +408,6 @@ def _check_writable(file: Path) -> None:
 def _usage_error(message: str, fix: str) -> NoReturn:
     print(f"error: {message} [INVALID_ARGUMENT]\nfix: {fix}", file=sys.stderr)
     raise typer.Exit(2)
-
-
-def _interrupt(_: int, __: FrameType | None) -> NoReturn:
-    # As Ctrl-C: the servers are ended and the scratch directory goes on the way out.
-    raise KeyboardInterrupt
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -12,10 +12,11 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from types import FrameType
 
 _START_TIMEOUT_S = 60
 _STOP_TIMEOUT_S = 60
@@ -120,6 +121,11 @@ def interrupts_deferred() -> Iterator[None]:
             signal.signal(number, handler)
     if came:
         raise KeyboardInterrupt
+
+
+def interrupt(_: int, __: FrameType | None) -> NoReturn:
+    """A handler of signals that ends the command as Ctrl-C does: servers are ended and scratch directories go on the way out."""
+    raise KeyboardInterrupt
 
 
 def child_environment() -> dict[str, str]:

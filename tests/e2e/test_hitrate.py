@@ -175,6 +175,7 @@ def test_command_reads_a_log_of_ones_own_and_sweeps(tmp_path):
         (["--block-tokens", "0"], "--block-tokens 0 is out of range"),
         (["--json", "/nowhere/x.json"], "--json '/nowhere/x.json' cannot be written"),
         (["--html", "/"], "--html '/' cannot be written"),
+        (["--data-dir", "/nowhere"], "--data-dir '/nowhere' is no directory"),
         (["--plots", "/dev/null"], "--plots '/dev/null' is no directory"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 import time
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from kvstore_bench.hitrate.study import REPLAYS, SWEEPS, Configuration, Study, s
 from kvstore_bench.hitrate.workload import Workload, WorkloadError
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.options import DataDir, JsonFile  # noqa: TC001  typer reads the annotations
+from kvstore_bench.processes import interrupt
 from kvstore_bench.report import utc_now
 from kvstore_bench.units import DAY_S, parse_bytes, parse_duration, parse_share
 
@@ -110,7 +112,10 @@ def hitrate(
     asked = _Asked(capacity_share, ttl or [], class_share or [], sweep or [], replay, warm_up, block_bytes)
     outputs = _Outputs(json_file, html_file, plots)
     _check_choices(asked, seed, block_tokens)
+    if data_dir is not None and not data_dir.is_dir():
+        raise InputError(f"--data-dir {str(data_dir)!r} is no directory", "make it, or name another one")
     outputs.check()
+    signal.signal(signal.SIGTERM, interrupt)
     options = SourceOptions(traces, seed, block_tokens, default_class, tokenizer)
     try:
         with _screen() as report:
