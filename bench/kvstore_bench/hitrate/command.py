@@ -219,6 +219,7 @@ def _with_warm_up(workload: Workload, text: str | None) -> Workload:
 
 
 def _check_choices(asked: _Asked, seed: int, block_tokens: int) -> None:
+    parse_shares("--capacity-share", asked.capacity_share)  # before a workload is made for nothing
     if asked.replay not in REPLAYS:
         raise InputError(f"--replay {asked.replay!r} is unknown", f"give one of {', '.join(REPLAYS)}")
     for sweep in asked.sweep:
