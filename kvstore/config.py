@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 ENVIRONMENT_PREFIX = "KVSTORE_"
+BENCH_PREFIX = "KVSTORE_BENCH_"  # of the benchmarks' own variables: no section of the server is called so
 CLASSES, TENANTS = "traffic_classes", "tenants"
 OTHER_TENANTS = "other"  # stands for every tenant that has no quota under its own name
 _CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -439,7 +440,7 @@ def _environment_settings(environment: Mapping[str, str]) -> list[Setting]:
     return [
         Setting(tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__")), value, f"environment {name}")
         for name, value in sorted(environment.items())
-        if name.startswith(ENVIRONMENT_PREFIX)
+        if name.startswith(ENVIRONMENT_PREFIX) and not name.startswith(BENCH_PREFIX)
     ]
 
 

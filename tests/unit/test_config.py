@@ -161,6 +161,11 @@ def test_a_value_of_another_type_in_the_file_is_not_guessed_at(tmp_path, toml, m
     assert refusal(tmp_path, toml).startswith(message.format(f"{tmp_path}/kvstore.toml"))
 
 
+def test_variables_of_the_benchmarks_do_not_stop_a_server(tmp_path):
+    assert load(tmp_path, environment={"KVSTORE_BENCH_TRACES": "/traces"}).config == load(tmp_path).config
+    assert "unknown key bench " in refusal(tmp_path, environment={"KVSTORE_BENCH": "1"})
+
+
 def test_text_in_the_environment_and_sizes_in_the_file_are_read_as_what_is_wanted(tmp_path):
     environment = {"KVSTORE_SERVER__READ_THREADS": "9", "KVSTORE_SERVER__ALLOW_REMOTE": "yes"}
     config = load(tmp_path, '[store]\ncapacity = "5GiB"\nput_queue = 2097152', environment).config
