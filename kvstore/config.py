@@ -36,7 +36,7 @@ ENVIRONMENT_PREFIX = "KVSTORE_"
 BENCH_PREFIX = "KVSTORE_BENCH_"  # of the benchmarks' own variables: no section of the server is called so
 CLASSES, TENANTS = "traffic_classes", "tenants"
 OTHER_TENANTS = "other"  # stands for every tenant that has no quota under its own name
-_CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+CLASS_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _NUMBERS = (int, float, ByteSize)
 _SIZE = re.compile(r"([0-9]{1,30}) ?(?:([KMGT])i)?B?")
 _SIZE_SHIFTS = {None: 0, "K": 10, "M": 20, "G": 30, "T": 40}
@@ -329,7 +329,7 @@ class ServerConfig(_Section):
     @classmethod
     def _classes_are_named_well(cls, value: dict[str, TrafficClassConfig]) -> dict[str, TrafficClassConfig]:
         for name in value:
-            if not _CLASS_NAME.fullmatch(name):
+            if not CLASS_NAME.fullmatch(name):
                 raise ValueError(f"bad class name {name!r}: use 1 to 32 of a-z, 0-9, _ and -, beginning with a letter")
         if len(value) > MAX_TRAFFIC_CLASSES:
             raise ValueError(f"{len(value)} classes ({', '.join(value)}), the limit is {MAX_TRAFFIC_CLASSES}")

@@ -142,6 +142,11 @@ def circumstances(kvstore_version: str, commit: str, seed: int | None, time: str
     )
 
 
+def plain(text: object) -> str:
+    """Text of which nothing steers a terminal or breaks a line: names come from files."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
 def print_tables(head: str, tables: Sequence[RenderableType], foot: str) -> None:
     """A text, tables and a text on stdout."""
     console = Console(highlight=False, markup=False, emoji=False)

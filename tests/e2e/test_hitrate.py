@@ -149,6 +149,7 @@ def test_command_reads_a_log_of_ones_own_and_sweeps(tmp_path):
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "r.json").read_text())["results"]
     assert [result["sweep"] for result in results] == [""] + ["ttl"] * 7
+    assert results[0]["storage"]["bytes_put_per_day"] is not None
     assert {result["hit_rate"] for result in results} == {1.0}
 
 

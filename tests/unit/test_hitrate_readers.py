@@ -168,6 +168,14 @@ def changed(line: dict[str, Any], **fields: Any) -> dict[str, Any]:
         (changed(LOG[0], timestamp=0.5), "timestamp is 0.500 s, 0.500 s before"),
         (changed(LOG[0], timestamp="yesterday"), "timestamp is 'yesterday'"),
         (changed(LOG[0], timestamp=float("nan")), "timestamp is nan"),
+        (changed(LOG[0], timestamp=10**400), "timestamp is 1000"),
+        (changed(LOG[0], timestamp=1_764_489_600_000), "these look like milliseconds"),
+        (changed(LOG[0], salt="\ud800"), "salt is '.ud800', which is no valid Unicode"),
+        (changed(LOG[0], **{"class": "A b"}), "class is 'A b', wanted are a small letter"),
+        (
+            changed(LOG[2], block_hashes=[1] * 65_537, input_tokens=131_074),
+            "makes 65537 blocks, a chain has at most 65536",
+        ),
         (changed(LOG[0], tokens=[1, 2, 2**32]), r"tokens\[2\] is 4294967296"),
         (changed(LOG[0], tokens=[-1]), r"tokens\[0\] is -1"),
         (changed(LOG[0], tokens=[1, 1.0]), r"tokens\[1\] is 1.0"),
@@ -225,6 +233,21 @@ def test_bad_request_of_a_session_is_told_with_its_place(tmp_path, request_, sai
     with pytest.raises(WorkloadError) as failed:
         read_sessions(written(tmp_path / "s.jsonl", [{**SESSION, "reqs": [request_]}]), "s", "agent")
     assert f"line 1: {said}" in str(failed.value)
+
+
+def test_log_without_a_block_or_over_decades_is_refused(tmp_path):
+    with pytest.raises(WorkloadError, match="no prompt fills a block of 2 tokens"):
+        read_log(written(tmp_path / "log.jsonl", [{"timestamp": 0, "tokens": [1]}]))
+    lines = [{"timestamp": time_s, "tokens": [1, 2]} for time_s in (0, 1e9)]
+    with pytest.raises(WorkloadError, match="timestamps span 11,574 days; they are to be in seconds"):
+        read_log(written(tmp_path / "log.jsonl", lines))
+    with pytest.raises(WorkloadError, match="there is no request in it"):
+        read_sessions(written(tmp_path / "s.jsonl", [{**SESSION, "reqs": []}]), "s", "agent")
+
+
+def test_times_before_1970_count_like_others(tmp_path):
+    lines = [{"timestamp": f"1969-12-31T00:0{minute}:00", "tokens": [1, 2]} for minute in range(3)]
+    assert read_log(written(tmp_path / "log.jsonl", lines)).measured.all()
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore_bench.hitrate.workload import NO_SESSION, Workload
+from kvstore_bench.hitrate.workload import NO_SESSION, Workload, WorkloadError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NOTHING = -1
+_SPAN_MAX_S = 20 * 365.25 * 86_400
 
 
 class BrokenNamesError(Exception):
@@ -78,8 +79,20 @@ class ChainCollector:
         return numbers
 
     def workload(self, name: str, block_tokens: int, origin: Mapping[str, object]) -> Workload:
-        """All of them in the order of their times, those of one moment as they came."""
+        """All of them in the order of their times, those of one moment as they came.
+
+        Raises: WorkloadError: there are none, no block, or more than a store's whole life lies between them.
+        """
         times = np.array(self._time_s)
+        if not len(times):
+            raise WorkloadError(f"{name}: there is no request in it")
+        if not self._parents:
+            raise WorkloadError(f"{name}: no prompt fills a block of {block_tokens} tokens")
+        if times.max() - times.min() > _SPAN_MAX_S:
+            days = (times.max() - times.min()) / 86_400
+            raise WorkloadError(
+                f"{name}: its timestamps span {days:,.0f} days; they are to be in seconds, not milliseconds"
+            )
         order = np.argsort(times, kind="stable")
         chains = [self._chains[i] for i in order]
         lengths = np.array([len(chain) for chain in chains], dtype=np.int32)

@@ -115,7 +115,9 @@ def hitrate(
     if data_dir is not None and not data_dir.is_dir():
         raise InputError(f"--data-dir {str(data_dir)!r} is no directory", "make it, or name another one")
     outputs.check()
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, interrupt)
     options = SourceOptions(traces, seed, block_tokens, default_class, tokenizer)
     try:
         with _screen() as report:
@@ -157,6 +159,10 @@ def _make_report(
 
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=data_dir) as scratch:
         study = Study(workload, asked.replay, Path(scratch), block_bytes, report_row)
+        for configuration in configurations:
+            if not configuration.sweep:
+                study.settings(configuration)  # too small a capacity is told before the work
+        configurations = [c for c in configurations if study.fits(c)]
         results = []
         for row, configuration in enumerate(configurations, 1):  # noqa: B007  the closure reads it
             results.append(study.run(configuration))
@@ -247,12 +253,22 @@ class _Outputs:
         if (self.html_file or self.plots) and find_spec("matplotlib") is None:
             fix = "pip install 'kvstore[bench]'"
             raise InputError("pictures need the package matplotlib, which is missing", fix, "MISSING_PACKAGES")
+        if self.json_file is not None and self.json_file == self.html_file:
+            raise InputError(f"--json and --html are both {str(self.json_file)!r}", "name two files")
         if self.plots is not None and (self.plots.exists() and not self.plots.is_dir()):
             raise InputError(f"--plots {str(self.plots)!r} is no directory", "name a directory")
 
     def write(self, report: HitRateReport) -> None:
         """All of it."""
         print_hitrate_report(report)
+        try:
+            self._write_files(report)
+        except OSError as error:
+            raise InputError(
+                f"{error.filename} cannot be written: {error.strerror}", "name another", "CANNOT_WRITE"
+            ) from None
+
+    def _write_files(self, report: HitRateReport) -> None:
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
         if self.html_file is not None:

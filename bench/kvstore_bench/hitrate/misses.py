@@ -31,6 +31,9 @@ CAUSES: Final = {
 }
 
 
+_ORDER: Final = {cause: number for number, cause in enumerate(CAUSES)}
+
+
 @dataclass(frozen=True, slots=True)
 class Misses:
     """Tokens by cause. `tokens`: shape (classes, causes), of the measured requests, causes in the order of `CAUSES`."""
@@ -44,44 +47,40 @@ class Misses:
 
 
 def explain_misses(workload: Workload, hit_blocks: NDArray[np.int64], ttls_s: Sequence[float]) -> Misses:
-    """Split missed tokens of prompts by cause.
+    """Split missed tokens by cause.
 
     Args:
-        hit_blocks: shape (requests,): leading blocks that each request found, of those that it asked for.
+        hit_blocks: shape (requests,): leading blocks that each request found, of those it asked for.
         ttls_s: by class, refreshed by use.
     """
     tokens = np.zeros((len(workload.classes), len(CAUSES)), dtype=np.int64)
-    ends_s = np.full(workload.unique_blocks, -np.inf)  # never stored
+    ends_s = np.full(workload.unique_blocks, -np.inf)  # never asked for
     changed = changed_prefixes(workload)
     for request, now_s in enumerate(workload.time_s.tolist()):
-        chain, asked, hit = workload.chain(request), workload.asked(request), int(hit_blocks[request])
-        class_id = workload.class_id[request]
+        class_id, hit = workload.class_id[request], int(hit_blocks[request])
         if now_s >= workload.measured_from_s:
-            ends = ends_s[asked[hit:]]
-            is_new = np.isneginf(ends)
-            is_changed = is_new & (np.arange(hit, len(asked)) < changed[request])
-            is_expired = ~is_new & (ends <= now_s)
-            counts = [
-                (is_new & ~is_changed).sum(),
-                is_changed.sum(),
-                is_expired.sum(),
-                (~is_new & ~is_expired).sum(),
-                0,
-            ]
-            tokens[class_id] += _as_tokens(workload, request, hit, counts)
+            ends = ends_s[workload.asked(request)[hit:]]
+            causes = _causes(ends, now_s, changed[request] - hit)
+            tokens[class_id] += _as_tokens(workload, request, hit, causes)
+        chain = workload.chain(request)
         ends_s[chain] = np.maximum(ends_s[chain], now_s + ttls_s[class_id])
     return Misses(tokens)
 
 
-def _as_tokens(workload: Workload, request: int, hit: int, counts: Sequence[int]) -> NDArray[np.int64]:
-    """Blocks by cause as tokens; what no block holds is the tail, and a last block that is not full counts for what it holds."""
-    missed = np.array(counts, dtype=np.int64) * workload.block_tokens
-    rest = int(workload.input_tokens[request]) - workload.tokens_of(request, hit) - int(missed.sum())
-    if rest < 0:
-        missed[np.flatnonzero(missed)[-1]] += rest
-    else:
-        missed[-1] = rest
-    return missed
+def _causes(ends_s: NDArray[np.float64], now_s: float, changed: int) -> NDArray[np.intp]:
+    """Shape (blocks,): which of `CAUSES`. Args: changed: leading blocks where the conversation had others before."""
+    is_new = np.isneginf(ends_s)
+    causes = np.where(is_new, _ORDER[FIRST_SEEN], np.where(ends_s <= now_s, _ORDER[EXPIRED], _ORDER[EVICTED]))
+    causes[is_new & (np.arange(len(ends_s)) < changed)] = _ORDER[BROKEN]
+    return causes
+
+
+def _as_tokens(workload: Workload, request: int, hit: int, causes: NDArray[np.intp]) -> NDArray[np.int64]:
+    """Missed blocks as tokens by cause. What no block holds is the tail; a last block that is not full counts for what it holds."""
+    tokens = np.bincount(causes, minlength=len(CAUSES)) * workload.block_tokens
+    rest = int(workload.input_tokens[request]) - workload.tokens_of(request, hit) - int(tokens.sum())
+    tokens[causes[-1] if rest < 0 else _ORDER[TAIL]] += rest
+    return tokens
 
 
 def changed_prefixes(workload: Workload) -> NDArray[np.int64]:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def parse_shares(option: str, text: str) -> list[float]:
-    """Shares above 0, as `0.1` or `0.05,0.1,0.5`. Raises: InputError."""
+    """Shares above 0, as `0.1` or `5%,0.1,0.5`. Raises: InputError."""
     try:
-        shares = [float(word) for word in text.split(",")]
+        shares = [float(word.rstrip("%")) / (100 if word.endswith("%") else 1) for word in text.split(",")]
     except ValueError:
         shares = []
     if not shares or not all(0 < share <= 100 and math.isfinite(share) for share in shares):

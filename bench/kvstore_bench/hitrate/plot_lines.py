@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from kvstore_bench.hitrate.report_tables import class_names, labels, share_words, sweep_results
-from kvstore_bench.hitrate.report_words import duration, plain, short_percent
+from kvstore_bench.hitrate.report_words import duration, short_percent
+from kvstore_bench.report import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -128,8 +129,8 @@ def _by_class(report: HitRateReport, results: Mapping[int, Result]) -> list[Line
     lines = [Line(OVERALL, "ours", [(x, result.hit_rate) for x, result in results.items()])]
     names = class_names(report)
     for name in names if len(names) > 1 else []:
-        points = [(float(x), result.hit_rate_by_class.get(name, float("nan"))) for x, result in results.items()]
-        known = [(x, rate) for x, rate in points if rate == rate]
+        points = [(float(x), result.hit_rate_by_class.get(name)) for x, result in results.items()]
+        known = [(x, rate) for x, rate in points if rate is not None and rate == rate]
         lines += [Line(plain(name), "class", known)] if known else []
     return lines
 

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from kvstore_bench.hitrate.misses import BROKEN, CAUSES, EVICTED, EXPIRED, FIRST_SEEN, TAIL
 from kvstore_bench.hitrate.plot_lines import Line, Panel, capacity_panel, class_share_panel, ttl_panels
 from kvstore_bench.hitrate.report_tables import constant, labels, main_results
-from kvstore_bench.hitrate.report_words import plain
+from kvstore_bench.report import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -176,8 +176,11 @@ class _Session:
 
 def file_origin(path: Path) -> dict[str, object]:
     """What a report says of the file."""
-    with path.open("rb") as file:
-        digest = sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+    digest = sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+    except OSError as error:
+        raise WorkloadError(f"{path}: it cannot be read: {error.strerror}") from None
     return {"file": path.name, "sha256": digest.hexdigest()}

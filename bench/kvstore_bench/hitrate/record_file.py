@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 1 << 20
 _SHOWN = 60  # characters of a bad value
+_NUMBER_MAX = 1e15
 
 
 class Record:
@@ -42,8 +43,8 @@ class Record:
     def number(self, name: str, *, at_least: float) -> float:
         """A finite number."""
         value = self._get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value < float("inf"):
-            self.fail(f"{name} is {_shown(value)}, wanted is a number from {at_least:g} on")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not at_least <= value <= _NUMBER_MAX:
+            self.fail(f"{name} is {_shown(value)}, wanted is a number from {at_least:g} to {_NUMBER_MAX:g}")
         return float(value)
 
     def count(self, name: str, *, at_least: int = 0, at_most: int = 2**40) -> int:
@@ -77,6 +78,10 @@ class Record:
         value = self._get(name)
         if not isinstance(value, str):
             self.fail(f"{name} is {_shown(value)}, wanted is a string")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.fail(f"{name} is {_shown(value)}, which is no valid Unicode")
         return value
 
     def _get(self, name: str) -> Any:  # noqa: ANN401

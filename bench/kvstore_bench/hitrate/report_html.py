@@ -16,8 +16,8 @@ from kvstore_bench.hitrate.report_tables import (
     sheets,
     title,
 )
-from kvstore_bench.hitrate.report_words import percent, plain
-from kvstore_bench.report import circumstances
+from kvstore_bench.hitrate.report_words import percent
+from kvstore_bench.report import circumstances, plain
 
 if TYPE_CHECKING:
     from kvstore_bench.hitrate.report_tables import Sheet

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from kvstore_bench.hitrate.misses import CAUSES, EVICTED, EXPIRED
-from kvstore_bench.hitrate.report_words import duration, percent, plain, short_percent, size, value_words
+from kvstore_bench.hitrate.report_words import duration, percent, short_percent, size, value_words
 from kvstore_bench.hitrate.result import DEFINITION_FULL_BLOCKS
+from kvstore_bench.report import plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -248,7 +249,8 @@ def _way_words(result: Result) -> str:
 
 
 def _drive_writes(result: Result) -> str:
-    return f"{result.storage.capacity_writes_per_day:.2f}" if result.capacity_share else "-"
+    writes = result.storage.capacity_writes_per_day
+    return "-" if writes is None or not result.capacity_share else f"{writes:.2f}"
 
 
 _FIGURES_OF_SWEEP: Final[dict[str, Figures]] = {

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from math import isnan
 
+from kvstore_bench.report import plain
+
 _UNITS_S = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _NOTHING = "-"
 
@@ -40,11 +42,6 @@ def duration(seconds: int) -> str:
         if count:
             parts.append(f"{count}{unit}")
     return "".join(parts) or "0s"
-
-
-def plain(text: object) -> str:
-    """Text of which nothing steers a terminal or breaks a line: names come from files."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
 def value_words(value: object) -> str:

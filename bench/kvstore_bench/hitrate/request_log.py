@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvstore.config import CLASS_NAME
 from kvstore_api.limits import MAX_CHAIN_BLOCKS
 from kvstore_bench.hitrate.chains import ChainCollector
 from kvstore_bench.hitrate.public_traces import file_origin
@@ -34,6 +35,7 @@ _FIELDS: Final = ("timestamp", "class", "session", "salt", "tokens", "block_hash
 _WHAT: Final = ("tokens", "block_hashes", "text")
 _TOKEN_MAX: Final = 2**32 - 1
 _CLASSES_MAX: Final = 13
+_SECONDS_MAX: Final = 1e11  # of the year 5138
 # Any namespace will do: what counts is which blocks are equal.
 _NAMESPACE: Final = bytes(32)
 
@@ -92,6 +94,10 @@ class _RequestLog:
 
     def _class(self, record: Record) -> int:
         name = record.text("class") if "class" in record.names() else self._default_class
+        if not CLASS_NAME.fullmatch(name):
+            record.fail(
+                f"class is {name!r}, wanted are a small letter and then small letters, digits, _ and -, 32 at most"
+            )
         number = self._classes.setdefault(name, len(self._classes))
         if number >= _CLASSES_MAX:
             record.fail(f"class {name!r} is one more than the {_CLASSES_MAX} that a store can have")
@@ -113,13 +119,14 @@ class _RequestLog:
             record.fail(f"input_tokens is for block_hashes; {given[0]} says how many there are")
         tokens = record.counts("tokens", at_most=_TOKEN_MAX) if given[0] == "tokens" else self._tokens_of_text(record)
         salt = record.text("salt").encode() if "salt" in record.names() else b""
-        if len(tokens) // self._block_tokens > MAX_CHAIN_BLOCKS:
-            record.fail(
-                f"{given[0]} makes {len(tokens) // self._block_tokens} blocks, a chain has at most {MAX_CHAIN_BLOCKS}"
-            )
+        self._check_length(record, given[0], len(tokens) // self._block_tokens)
         return len(tokens), list(
             prefix_hashes(prefix_seed(_NAMESPACE, salt=salt), np.array(tokens, dtype=np.uint32), self._block_tokens)
         )
+
+    def _check_length(self, record: Record, field: str, blocks: int) -> None:
+        if blocks > MAX_CHAIN_BLOCKS:
+            record.fail(f"{field} makes {blocks} blocks, a chain has at most {MAX_CHAIN_BLOCKS}")
 
     def _tokens_of_text(self, record: Record) -> Sequence[int]:
         if self._tokenizer is None:
@@ -134,6 +141,7 @@ class _RequestLog:
         if tokens // self._block_tokens != len(hashes):
             full = f"input_tokens {tokens} makes {tokens // self._block_tokens} full blocks"
             record.fail(f"block_hashes has {len(hashes)} hashes, {full}")
+        self._check_length(record, "block_hashes", len(hashes))
         before: object = record.text("salt") if "salt" in record.names() else ""
         numbers: list[Hashable] = []
         for position, block_hash in enumerate(hashes):
@@ -146,7 +154,10 @@ class _RequestLog:
 
 def _time_s(record: Record) -> float:
     if not record.is_text("timestamp"):
-        return record.number("timestamp", at_least=0)
+        time_s = record.number("timestamp", at_least=0)
+        if time_s > _SECONDS_MAX:
+            record.fail(f"timestamp is {time_s:g}, wanted are seconds; these look like milliseconds")
+        return time_s
     text = record.text("timestamp")
     try:
         moment = datetime.fromisoformat(text)

@@ -39,11 +39,11 @@ class StorageFacts:
     """Bytes as a store holds and writes them. A store of the workload's size: multiply for yours."""
 
     resident_bytes_mean: float | None  # live blocks, over time; None: not known
-    resident_bytes_max: int
-    bytes_put_per_day: float
-    bytes_written_per_day: float  # moved blocks and tables included
+    resident_bytes_max: int | None
+    bytes_put_per_day: float | None  # None: the measured part takes no time
+    bytes_written_per_day: float | None  # moved blocks and tables included
     write_amplification: float
-    capacity_writes_per_day: float  # bytes written a day ÷ capacity: drive writes per day
+    capacity_writes_per_day: float | None  # bytes written a day ÷ capacity: drive writes per day
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Result:
     class_share: Mapping[str, float]  # of the capacity that is a class's own
     hit_rate: float
     hit_rate_of_full_blocks: float
-    hit_rate_by_class: Mapping[str, float]
+    hit_rate_by_class: Mapping[str, float | None]  # None: the class asked for nothing
     ceiling: float  # no limit, nothing expires
     ceiling_with_ttl: float  # no limit
     lru: float | None  # block by block, without TTLs, with the same capacity; None: no limit

@@ -90,10 +90,10 @@ class _Replay:
             self._clock.advance(time_s - now_s)
             now_s = time_s
             if before is None and now_s >= self._workload.measured_from_s:
-                before, begin_s = self._status()[0], now_s
+                before, begin_s = self._status(), now_s
             hits[request] = self._ask(request)
             advance(request + 1)
-        counters, live_bytes = self._status()
+        counters = self._status()
         done = {name: value - (before or counters)[name] for name, value in counters.items()}
         return hits, Storage(
             bytes_put=done["bytes_stored"],
@@ -101,7 +101,7 @@ class _Replay:
             blocks_evicted=done["blocks_evicted"],
             blocks_expired=done["blocks_expired"],
             resident_bytes_mean=None,
-            resident_bytes_max=live_bytes,
+            resident_bytes_max=None,
             seconds=now_s - begin_s,
         )
 
@@ -120,8 +120,8 @@ class _Replay:
             raise VerificationError(f"request {request}: {failure.reason}: {failure.detail}")
         return hit
 
-    def _status(self) -> tuple[dict[str, int], int]:
+    def _status(self) -> dict[str, int]:
         with grpc.insecure_channel(self._target) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
             status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_BUDGET_S)
-        return {counter.name: counter.value for counter in status.counters}, status.live.bytes
+        return {counter.name: counter.value for counter in status.counters}

@@ -62,7 +62,7 @@ class Storage:
     blocks_evicted: int
     blocks_expired: int
     resident_bytes_mean: float | None  # of live blocks, over time; None: not known
-    resident_bytes_max: int
+    resident_bytes_max: int | None
     seconds: float
 
     @property

@@ -50,11 +50,18 @@ def load_workload(name: str, path: Path, options: SourceOptions, advance: Callab
         return generate(load_parameters(generated[name]), options.seed, advance)
     if name in PUBLIC_TRACES:
         return _public_trace(name, options, advance)
-    if not path.is_file():
+    if not _is_file(path):
         raise WorkloadError(f"{name} is no file, and no workload of {', '.join(known_names())}")
     if path.suffix == ".toml":
         return generate(load_parameters(path), options.seed, advance)
     return _from_file(path, options, advance)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long a name
+        return False
 
 
 def _public_trace(name: str, options: SourceOptions, advance: Callable[[float], None]) -> Workload:

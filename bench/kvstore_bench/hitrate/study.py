@@ -132,11 +132,16 @@ class Study:
             origin=workload.origin,
         )
 
+    def fits(self, configuration: Configuration) -> bool:
+        """Whether the capacity is large enough for a replay to mean something."""
+        blocks = int(configuration.capacity_share * self._workload.unique_blocks)
+        return blocks >= _BLOCKS_MIN and blocks * align(self._block_bytes) >= _CAPACITY_BYTES_MIN
+
     def settings(self, configuration: Configuration) -> ReplaySettings:
         """Sizes in bytes."""
         blocks = int(configuration.capacity_share * self._workload.unique_blocks)
         capacity = blocks * align(self._block_bytes)
-        if blocks < _BLOCKS_MIN or capacity < _CAPACITY_BYTES_MIN:
+        if not self.fits(configuration):
             raise InputError(
                 f"--capacity-share {configuration.capacity_share:g} makes {blocks} of {self._workload.unique_blocks:,} blocks",
                 f"give a share that makes {_BLOCKS_MIN} blocks and {_CAPACITY_BYTES_MIN >> 20} MiB at least",
@@ -185,8 +190,8 @@ def sweep_configurations(sweep: str, base: Configuration, classes: Sequence[str]
         return [
             replace(base, ttls_s={**base.ttls_s, name: ttl_s}, sweep=sweep) for name in classes for ttl_s in TTL_SWEEP_S
         ]
-    name = classes[-1]
-    return [replace(base, class_shares={**base.class_shares, name: share}, sweep=sweep) for share in CLASS_SHARE_SWEEP]
+    swept = [{**base.class_shares, name: share} for name in classes for share in CLASS_SHARE_SWEEP]
+    return [replace(base, class_shares=shares, sweep=sweep) for shares in swept if sum(shares.values()) <= 1]
 
 
 def _of_full_blocks(workload: Workload, hits: NDArray[np.int64]) -> float:
@@ -195,12 +200,12 @@ def _of_full_blocks(workload: Workload, hits: NDArray[np.int64]) -> float:
     return float(hits[counted].sum() / max(1, asked))
 
 
-def _by_class(workload: Workload, hits: NDArray[np.int64]) -> dict[str, float]:
+def _by_class(workload: Workload, hits: NDArray[np.int64]) -> dict[str, float | None]:
     tokens = np.minimum(hits * workload.block_tokens, workload.input_tokens)
-    rates = {}
+    rates: dict[str, float | None] = {}
     for class_id, name in enumerate(workload.classes):
         counted = workload.measured & (workload.class_id == class_id)
-        rates[name] = float(tokens[counted].sum() / max(1, workload.input_tokens[counted].sum()))
+        rates[name] = float(tokens[counted].sum() / workload.input_tokens[counted].sum()) if counted.any() else None
     return rates
 
 
@@ -211,12 +216,12 @@ def _missed(workload: Workload, misses: Misses, class_id: int | None) -> dict[st
 
 
 def _storage_facts(storage: Storage, settings: ReplaySettings) -> StorageFacts:
-    days = max(storage.seconds, 1.0) / DAY_S
+    days = storage.seconds / DAY_S
     return StorageFacts(
         resident_bytes_mean=storage.resident_bytes_mean,
         resident_bytes_max=storage.resident_bytes_max,
-        bytes_put_per_day=storage.bytes_put / days,
-        bytes_written_per_day=storage.bytes_written / days,
+        bytes_put_per_day=storage.bytes_put / days if days else None,
+        bytes_written_per_day=storage.bytes_written / days if days else None,
         write_amplification=storage.write_amplification,
-        capacity_writes_per_day=storage.bytes_written / days / settings.capacity_bytes,
+        capacity_writes_per_day=storage.bytes_written / days / settings.capacity_bytes if days else None,
     )

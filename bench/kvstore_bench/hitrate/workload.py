@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class Workload:
     blocks: NDArray[np.int32]
     asked_blocks: NDArray[np.int32]
     unique_blocks: int
-    measured_from_s: float = 0.0
+    measured_from_s: float = -math.inf
     origin: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from kvstore_bench.machine import describe_commit
-from kvstore_bench.report import print_tables, utc_now
+from kvstore_bench.report import plain, print_tables, utc_now
 from kvstore_bench.units import format_count, format_days, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def print_plan(config: PlanConfig, figures: PlanFigures, comparisons: Sequence[C
 def _head(config: PlanConfig, figures: PlanFigures) -> str:
     load = config.load
     return (
-        f"{config.name}: {format_count(load.tokens_per_day)} input tokens a day, {load.hit_rate:.1%} hit, "
+        f"{plain(config.name)}: {format_count(load.tokens_per_day)} input tokens a day, {load.hit_rate:.1%} hit, "
         f"{figures.bytes_per_token:,.0f} B per token, peak factor {load.peak_factor:g}"
     )
 
@@ -71,7 +71,7 @@ def _classes(config: PlanConfig, figures: PlanFigures) -> Table:
     table = _table("SSD by class", *heads)
     for name, item in figures.classes.items():
         table.add_row(
-            name,
+            plain(name),
             f"{item.share:.1%}",
             f"{item.hit_rate:.1%}",
             format_days(item.ttl_s),
