@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ from kvstore_api.limits import BLOCK_TOKENS, MAX_BLOCK_BYTES, MAX_CHAIN_BLOCKS, 
 from kvstore_bench.errors import InputError
 from kvstore_bench.hitrate.command import hitrate
 from kvstore_bench.machine import describe_commit, describe_machine
-from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile  # noqa: TC001  typer reads the annotations
+from kvstore_bench.options import DataDir, DataDirOrDir, JsonFile, check_directory, check_writable, write_json
 from kvstore_bench.plan.command import plan
 from kvstore_bench.processes import ProcessError, interrupt
 from kvstore_bench.report import make_report, print_report
@@ -118,7 +117,7 @@ def throughput(
     )
     report = make_report(config, measured, machine, describe_commit())
     print_report(report)
-    _write_json(json_file, report.to_json())
+    write_json(json_file, report.to_json())
 
 
 @app.command("scale")
@@ -147,7 +146,7 @@ def scale(
     measured, machine = _measure(config, run, step_count(config), data_dir, json_file, fix="give smaller --points")
     report = make_scale_report(config, measured, machine, describe_commit())
     print_scale_report(report)
-    _write_json(json_file, report.to_json())
+    write_json(json_file, report.to_json())
 
 
 @app.command("ttft")
@@ -184,7 +183,7 @@ def ttft(
     )
     report = make_ttft_report(config, measured, machine, describe_commit())
     print_ttft_report(report)
-    _write_json(json_file, report.to_json())
+    write_json(json_file, report.to_json())
 
 
 @app.command("sliding-window")
@@ -240,7 +239,7 @@ def sliding_window(
     )
     report = make_sliding_window_report(config, measured, machine, describe_commit())
     print_sliding_window_report(report)
-    _write_json(json_file, report.to_json())
+    write_json(json_file, report.to_json())
     for fault in measured.faults:
         print(f"error: {fault} [NOT_A_COLD_RUN]", file=sys.stderr)
     if measured.faults:
@@ -276,7 +275,7 @@ def _measure(
 def _measuring(parent: Path, steps: int, json_file: Path | None) -> Iterator[tuple[Path, Callable[[str], None]]]:
     """A scratch directory and what advances the progress bar; a file that cannot be written is told before the work."""
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable("--json", json_file)
     signal.signal(signal.SIGTERM, interrupt)
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=parent) as scratch, _progress(steps) as advance:
         yield Path(scratch), advance
@@ -303,12 +302,7 @@ def _prepare_for_demo(data_dir: Path | None, json_file: Path | None) -> None:
     parent = data_dir or Path(tempfile.gettempdir())
     _check_room(parent, NEEDED_BYTES, "make room, or name another --data-dir")
     if json_file is not None:
-        _check_writable(json_file)
-
-
-def _write_json(json_file: Path | None, result: object) -> None:
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        check_writable("--json", json_file)
 
 
 def _parse_numbers(name: str, text: str) -> list[int]:
@@ -389,20 +383,13 @@ def _check_range(name: str, value: int, low: int, high: int | None) -> None:
 
 
 def _check_room(directory: Path, wanted_bytes: int, fix: str) -> None:
-    if not directory.is_dir():
-        _usage_error(f"--data-dir {str(directory)!r} is no directory", "make it, or name another one")
+    check_directory("--data-dir", directory)
     free = shutil.disk_usage(directory).free
     if free < wanted_bytes:
         _usage_error(
             f"{directory} has {free / 2**30:.1f} GiB free, and the run needs {wanted_bytes / 2**30:.1f} GiB",
             fix,
         )
-
-
-def _check_writable(file: Path) -> None:
-    """Found out before the measurement, not after it; the file itself appears only when there is a result."""
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        _usage_error(f"--json {str(file)!r} cannot be written", "name a file in a directory that exists")
 
 
 def _usage_error(message: str, fix: str) -> NoReturn:

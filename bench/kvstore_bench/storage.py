@@ -15,7 +15,7 @@ from rich.table import Table
 from kvstore_api.limits import BLOCK_TOKENS
 from kvstore_bench.errors import InputError
 from kvstore_bench.machine import describe_commit
-from kvstore_bench.options import JsonFile  # noqa: TC001  typer reads the annotations
+from kvstore_bench.options import JsonFile, write_json
 from kvstore_bench.report import print_tables, utc_now
 from kvstore_bench.units import DAY_S, parse_duration
 from kvstore_client.model_config import ModelConfigError
@@ -227,12 +227,7 @@ def _write(file: Path, config: StorageConfig, figures: StorageFigures) -> None:
         "config": asdict(config),
         "figures": asdict(figures),
     }
-    try:
-        file.write_text(json.dumps(report, indent=2) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"--json {str(file)!r} cannot be written: {error.strerror}", "name a file in a directory that exists"
-        ) from None
+    write_json(file, report)
 
 
 def _print(config: StorageConfig, figures: StorageFigures) -> None:

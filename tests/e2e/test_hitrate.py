@@ -58,17 +58,21 @@ def test_simulator_and_engine_hit_the_same(days_of_traffic, tmp_path, share, cla
     given = settings(days_of_traffic, share, class_shares=class_shares)
     simulated, simulated_storage = replay_in_simulator(days_of_traffic, given)
     hits, storage = replay_in_engine(days_of_traffic, given, tmp_path)
+    # With less room, or on fewer requests, which segment goes hangs on single pages of the index, which the simulator estimates.
     assert 100 * hit_share(days_of_traffic, simulated) == pytest.approx(100 * hit_share(days_of_traffic, hits), abs=0.1)
-    for name in ("bytes_put", "bytes_written", "resident_bytes_mean", "resident_bytes_max"):
+    for name in ("resident_bytes_mean", "resident_bytes_max", "seconds"):
         assert getattr(simulated_storage, name) == pytest.approx(getattr(storage, name), rel=0.02), name
+    simulated_done, done = simulated_storage.done, storage.done
+    for name in ("bytes_put", "bytes_written"):
+        assert getattr(simulated_done, name) == pytest.approx(getattr(done, name), rel=0.02), name
     if share > 1:
         assert hits.tolist() == simulated.tolist()
         assert hits.tolist() == unlimited(days_of_traffic, list(TTLS_S.values())).tolist()
-        assert simulated_storage.blocks_expired == pytest.approx(storage.blocks_expired, rel=0.02)
-        assert storage.blocks_expired > 0
-        assert storage.blocks_evicted == simulated_storage.blocks_evicted == 0
+        assert simulated_done.blocks_expired == pytest.approx(done.blocks_expired, rel=0.02)
+        assert done.blocks_expired > 0
+        assert done.blocks_evicted == simulated_done.blocks_evicted == 0
     else:
-        assert storage.blocks_evicted > 0
+        assert done.blocks_evicted > 0
 
 
 def test_server_hits_what_the_engine_hits(days_of_traffic, tmp_path):
@@ -79,7 +83,7 @@ def test_server_hits_what_the_engine_hits(days_of_traffic, tmp_path):
     told: list[int] = []
     over_grpc, server_storage = replay_over_grpc(days_of_traffic, given, tmp_path / "server", told.append)
     assert 100 * hit_share(days_of_traffic, over_grpc) == pytest.approx(100 * hit_share(days_of_traffic, hits), abs=0.1)
-    assert server_storage.bytes_put == pytest.approx(storage.bytes_put, rel=0.02)
+    assert server_storage.done.bytes_put == pytest.approx(storage.done.bytes_put, rel=0.02)
     assert told == list(range(1, REQUESTS + 1))
 
 
@@ -104,7 +108,7 @@ def test_every_replay_lets_answers_and_ttls_do_the_same(tmp_path):
     assert replay_over_grpc(workload, given, tmp_path / "server")[0].tolist() == expected
 
 
-def hitrate(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def hitrate(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvstore_bench.cli", "hitrate", *args]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)
 
@@ -142,9 +146,13 @@ def test_command_reads_a_log_of_ones_own_and_sweeps(tmp_path):
     lines = [{"timestamp": 60 * n, "class": "batch", "tokens": list(range(256 + 128 * (n % 3)))} for n in range(9)]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     args = ["--workload", str(log), "--capacity-share", "20", "--json", str(tmp_path / "r.json")]
-    refused = hitrate(*args)
-    assert refused.returncode == 2
-    assert "class 'batch' of the workload has no TTL" in refused.stderr
+    for options, said in (
+        ([], "class 'batch' of the workload has no TTL"),
+        (["--ttl", "batch=2h", "--sweep", "class-share"], "--sweep class-share needs two classes"),
+    ):
+        refused = hitrate(*args, *options)
+        assert refused.returncode == 2
+        assert said in refused.stderr
     ran = hitrate(*args, "--ttl", "batch=2h", "--sweep", "ttl", "--warm-up", "3m")
     assert ran.returncode == 0, ran.stderr
     results = json.loads((tmp_path / "r.json").read_text())["results"]
@@ -176,6 +184,7 @@ def test_command_reads_a_log_of_ones_own_and_sweeps(tmp_path):
         (["--block-tokens", "0"], "--block-tokens 0 is out of range"),
         (["--json", "/nowhere/x.json"], "--json '/nowhere/x.json' cannot be written"),
         (["--html", "/"], "--html '/' cannot be written"),
+        (["--default-class", "Big One"], "--default-class 'Big One' is no name of a class"),
         (["--data-dir", "/nowhere"], "--data-dir '/nowhere' is no directory"),
         (["--plots", "/dev/null"], "--plots '/dev/null' is no directory"),
     ],

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kvstore_bench.hitrate.generator import generate, load_parameters, named_workloads
-from kvstore_bench.hitrate.generator_draws import DAY_S, return_gap_s, start_s
+from kvstore_bench.hitrate.generator_draws import return_gap_s, start_s
 from kvstore_bench.hitrate.workload import WorkloadError
+from kvstore_bench.units import DAY_S
 
 AGENT, CHATBOT = 0, 1
 

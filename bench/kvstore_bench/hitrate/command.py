@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvstore.config import DEFAULT_TRAFFIC_CLASSES
+from kvstore.config import CLASS_NAME, DEFAULT_TRAFFIC_CLASSES
 from kvstore.traffic import MAX_TTL_S
 from kvstore_api.limits import MAX_BLOCK_BYTES
 from kvstore_bench.errors import InputError
@@ -26,10 +24,10 @@ from kvstore_bench.hitrate.options import parse_by_class, parse_shares, parsed
 from kvstore_bench.hitrate.report_text import print_hitrate_report
 from kvstore_bench.hitrate.result import DEFINITION, HitRateReport
 from kvstore_bench.hitrate.sources import TRACES_VARIABLE, SourceOptions, load_workload
-from kvstore_bench.hitrate.study import REPLAYS, SWEEPS, Configuration, Study, sweep_configurations
+from kvstore_bench.hitrate.study import POLICY, REPLAYS, SWEEPS, Configuration, Study, sweep_configurations
 from kvstore_bench.hitrate.workload import Workload, WorkloadError
 from kvstore_bench.machine import describe_commit, describe_machine
-from kvstore_bench.options import DataDir, JsonFile  # noqa: TC001  typer reads the annotations
+from kvstore_bench.options import DataDir, JsonFile, check_directory, check_writable, write_json, write_result
 from kvstore_bench.processes import interrupt
 from kvstore_bench.report import utc_now
 from kvstore_bench.units import DAY_S, parse_bytes, parse_duration, parse_share
@@ -111,14 +109,14 @@ def hitrate(
     """
     asked = _Asked(capacity_share, ttl or [], class_share or [], sweep or [], replay, warm_up, block_bytes)
     outputs = _Outputs(json_file, html_file, plots)
-    _check_choices(asked, seed, block_tokens)
-    if data_dir is not None and not data_dir.is_dir():
-        raise InputError(f"--data-dir {str(data_dir)!r} is no directory", "make it, or name another one")
+    options = SourceOptions(traces, seed, block_tokens, default_class, tokenizer)
+    _check_choices(asked, options)
+    if data_dir is not None:
+        check_directory("--data-dir", data_dir)
     outputs.check()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, interrupt)
-    options = SourceOptions(traces, seed, block_tokens, default_class, tokenizer)
     try:
         with _screen() as report:
             made = _run(workload, options, asked, data_dir, report)
@@ -152,20 +150,14 @@ def _make_report(
 ) -> HitRateReport:
     configurations = _configurations(workload, asked)
     block_bytes = _block_bytes(workload, asked.block_bytes)
-    row = 0
-
-    def report_row(what: str, share: float) -> None:
-        report(f"{row} of {len(configurations)}: {what}", (row - 1 + share) / len(configurations))
-
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-", dir=data_dir) as scratch:
-        study = Study(workload, asked.replay, Path(scratch), block_bytes, report_row)
+        study = Study(workload, asked.replay, Path(scratch), block_bytes)
         for configuration in configurations:
             if not configuration.sweep:
                 study.settings(configuration)  # too small a capacity is told before the work
         configurations = [c for c in configurations if study.fits(c)]
-        results = []
-        for row, configuration in enumerate(configurations, 1):  # noqa: B007  the closure reads it
-            results.append(study.run(configuration))
+        rows = len(configurations)
+        results = [study.run(c, _row_report(report, number, rows)) for number, c in enumerate(configurations)]
         machine = describe_machine(Path(scratch))
     return HitRateReport(
         benchmark="hitrate",
@@ -174,11 +166,30 @@ def _make_report(
         commit=describe_commit(),
         time=utc_now(),
         seed=seed if "generator" in workload.origin else None,
-        config={"replay": asked.replay, "block_bytes": block_bytes, **study.fixed(), **asdict(configurations[0])},
+        config=_config_facts(asked, block_bytes, configurations[0]),
         machine=machine,
         workload=study.facts(),
         results=results,
     )
+
+
+def _row_report(report: Callable[[str, float], None], number: int, rows: int) -> Callable[[str, float], None]:
+    """Tells how far all rows are by how far one is."""
+    return lambda what, share: report(f"{number + 1} of {rows}: {what}", (number + share) / rows)
+
+
+def _config_facts(asked: _Asked, block_bytes: int, base: Configuration) -> dict[str, object]:
+    """What the results have in common, and what the first of them assumes."""
+    return {
+        "replay": asked.replay,
+        "policy": POLICY,
+        "block_bytes": block_bytes,
+        "capacity_share": asked.capacity_share,
+        "ttl": dict(base.ttls_s),
+        "class_share": dict(base.class_shares),
+        "sweeps": list(asked.sweep),
+        "warm_up": asked.warm_up,
+    }
 
 
 def _configurations(workload: Workload, asked: _Asked) -> list[Configuration]:
@@ -224,17 +235,20 @@ def _with_warm_up(workload: Workload, text: str | None) -> Workload:
     return replace(workload, measured_from_s=measured_from_s)
 
 
-def _check_choices(asked: _Asked, seed: int, block_tokens: int) -> None:
+def _check_choices(asked: _Asked, options: SourceOptions) -> None:
     parse_shares("--capacity-share", asked.capacity_share)  # before a workload is made for nothing
     if asked.replay not in REPLAYS:
         raise InputError(f"--replay {asked.replay!r} is unknown", f"give one of {', '.join(REPLAYS)}")
     for sweep in asked.sweep:
         if sweep not in SWEEPS:
             raise InputError(f"--sweep {sweep!r} is unknown", f"give one of {', '.join(SWEEPS)}")
-    if seed < 0:
-        raise InputError(f"--seed {seed} is out of range", "give 0 or more")
-    if not 1 <= block_tokens <= 65_536:
-        raise InputError(f"--block-tokens {block_tokens} is out of range", "give 1 to 65,536")
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed} is out of range", "give 0 or more")
+    if not 1 <= options.block_tokens <= 65_536:
+        raise InputError(f"--block-tokens {options.block_tokens} is out of range", "give 1 to 65,536")
+    if not CLASS_NAME.fullmatch(options.default_class):
+        fix = "give a small letter and then small letters, digits, _ and -, 32 at most"
+        raise InputError(f"--default-class {options.default_class!r} is no name of a class", fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,37 +262,32 @@ class _Outputs:
     def check(self) -> None:
         """Found out before the work, not after it."""
         for option, file in (("--json", self.json_file), ("--html", self.html_file)):
-            if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-                raise InputError(f"{option} {str(file)!r} cannot be written", "name a file in a directory that exists")
+            if file is not None:
+                check_writable(option, file)
         if (self.html_file or self.plots) and find_spec("matplotlib") is None:
             fix = "pip install 'kvstore[bench]'"
             raise InputError("pictures need the package matplotlib, which is missing", fix, "MISSING_PACKAGES")
         if self.json_file is not None and self.json_file == self.html_file:
             raise InputError(f"--json and --html are both {str(self.json_file)!r}", "name two files")
-        if self.plots is not None and (self.plots.exists() and not self.plots.is_dir()):
-            raise InputError(f"--plots {str(self.plots)!r} is no directory", "name a directory")
+        if self.plots is not None and self.plots.exists():
+            check_directory("--plots", self.plots)
 
     def write(self, report: HitRateReport) -> None:
         """All of it."""
         print_hitrate_report(report)
-        try:
-            self._write_files(report)
-        except OSError as error:
-            raise InputError(
-                f"{error.filename} cannot be written: {error.strerror}", "name another", "CANNOT_WRITE"
-            ) from None
-
-    def _write_files(self, report: HitRateReport) -> None:
-        if self.json_file is not None:
-            self.json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        write_json(self.json_file, report.to_json())
         if self.html_file is not None:
             from kvstore_bench.hitrate.report_html import html_report
 
-            self.html_file.write_text(html_report(report))
+            write_result("--html", self.html_file, html_report(report))
         if self.plots is not None:
             from kvstore_bench.hitrate.plots import write_plots
 
-            write_plots(report, self.plots)
+            try:
+                write_plots(report, self.plots)
+            except OSError as error:
+                problem = f"--plots {str(self.plots)!r} cannot be written: {error.strerror}"
+                raise InputError(problem, "name a directory that can be made, or is there") from None
 
 
 @contextmanager

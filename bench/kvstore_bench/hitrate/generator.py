@@ -12,9 +12,9 @@ import numpy as np
 from kvstore_bench.hitrate.agent_traffic import agent_session
 from kvstore_bench.hitrate.chat_traffic import chat_conversation
 from kvstore_bench.hitrate.generator_conversation import CLASSES
-from kvstore_bench.hitrate.generator_draws import DAY_S
 from kvstore_bench.hitrate.generator_parameters import GeneratorParameters, load_parameters, named_workloads
 from kvstore_bench.hitrate.workload import Workload, WorkloadError
+from kvstore_bench.units import DAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

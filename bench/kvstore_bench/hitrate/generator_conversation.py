@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore_bench.hitrate.generator_draws import DAY_S, lognormal, pick_popular, return_gap_s, start_s, stream, whole
+from kvstore_bench.hitrate.generator_draws import lognormal, pick_popular, return_gap_s, start_s, stream, whole
+from kvstore_bench.units import DAY_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore_bench.units import DAY_S
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-DAY_S = 86_400.0
 _MINUTES = 24 * 60
 
 

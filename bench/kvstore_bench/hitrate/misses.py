@@ -29,8 +29,6 @@ CAUSES: Final = {
     EVICTED: "it was dropped to make room, or stands behind one that was",
     TAIL: "tokens behind a prompt's last full block, which has no name",
 }
-
-
 _ORDER: Final = {cause: number for number, cause in enumerate(CAUSES)}
 
 
@@ -46,16 +44,18 @@ class Misses:
         return dict(zip(CAUSES, row.tolist(), strict=True))
 
 
-def explain_misses(workload: Workload, hit_blocks: NDArray[np.int64], ttls_s: Sequence[float]) -> Misses:
+def explain_misses(
+    workload: Workload, hit_blocks: NDArray[np.int64], ttls_s: Sequence[float], changed: NDArray[np.int64]
+) -> Misses:
     """Split missed tokens by cause.
 
     Args:
         hit_blocks: shape (requests,): leading blocks that each request found, of those it asked for.
         ttls_s: by class, refreshed by use.
+        changed: of the workload's `changed_prefixes`.
     """
     tokens = np.zeros((len(workload.classes), len(CAUSES)), dtype=np.int64)
     ends_s = np.full(workload.unique_blocks, -np.inf)  # never asked for
-    changed = changed_prefixes(workload)
     for request, now_s in enumerate(workload.time_s.tolist()):
         class_id, hit = workload.class_id[request], int(hit_blocks[request])
         if now_s >= workload.measured_from_s:

@@ -10,7 +10,7 @@ from kvstore_api.chain import Chain
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from kvstore_bench.hitrate.workload import Workload
 
 
 class PrefixHashes:
@@ -20,6 +20,7 @@ class PrefixHashes:
         data = np.random.default_rng(unique_blocks).bytes(unique_blocks * HASH_BYTES)
         self._table = np.frombuffer(data, dtype=f"V{HASH_BYTES}")
 
-    def chain(self, blocks: NDArray[np.int32]) -> Chain:
-        """The chain of these ids."""
-        return Chain(self._table[blocks].tobytes())
+    def chains(self, workload: Workload, request: int) -> tuple[Chain, Chain]:
+        """The chain of a request, its answer included, and the part of it that the prompt asks for."""
+        chain = Chain(self._table[workload.chain(request)].tobytes())
+        return chain, chain.first(int(workload.asked_blocks[request]))

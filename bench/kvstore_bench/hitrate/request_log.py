@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.config import CLASS_NAME
+from kvstore.traffic import MAX_TRAFFIC_CLASSES
 from kvstore_api.limits import MAX_CHAIN_BLOCKS
 from kvstore_bench.hitrate.chains import ChainCollector
 from kvstore_bench.hitrate.public_traces import file_origin
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 _FIELDS: Final = ("timestamp", "class", "session", "salt", "tokens", "block_hashes", "text", "input_tokens")
 _WHAT: Final = ("tokens", "block_hashes", "text")
 _TOKEN_MAX: Final = 2**32 - 1
-_CLASSES_MAX: Final = 13
 _SECONDS_MAX: Final = 1e11  # of the year 5138
 # Any namespace will do: what counts is which blocks are equal.
 _NAMESPACE: Final = bytes(32)
@@ -99,8 +99,8 @@ class _RequestLog:
                 f"class is {name!r}, wanted are a small letter and then small letters, digits, _ and -, 32 at most"
             )
         number = self._classes.setdefault(name, len(self._classes))
-        if number >= _CLASSES_MAX:
-            record.fail(f"class {name!r} is one more than the {_CLASSES_MAX} that a store can have")
+        if number >= MAX_TRAFFIC_CLASSES:
+            record.fail(f"class {name!r} is one more than the {MAX_TRAFFIC_CLASSES} that a store can have")
         return number
 
     def _session(self, record: Record) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore_api.v1 import admin_pb2, admin_pb2_grpc
 from kvstore_bench.hitrate.prefix_hashes import PrefixHashes
-from kvstore_bench.hitrate.settings import Storage
+from kvstore_bench.hitrate.replay import COUNTERS, Counts, Storage, run_replay
 from kvstore_bench.hitrate.shared_clock import SharedClock
 from kvstore_bench.processes import running_child
 from kvstore_bench.workload import CALL_BUDGET_S, VerificationError, namespace_spec
@@ -49,7 +49,7 @@ def replay_over_grpc(
         KVStoreClient(ClientConfig(child.target, base_budget_s=CALL_BUDGET_S)) as client,
     ):
         handle = client.namespace(namespace_spec("hitrate", settings.block_bytes))
-        return _Replay(handle, child.target, clock, workload).run(advance)
+        return run_replay(workload, _Server(handle, child.target, clock, workload), settings.tick_s, advance)
 
 
 def _configuration(settings: ReplaySettings, scratch: Path) -> str:
@@ -75,44 +75,24 @@ def _configuration(settings: ReplaySettings, scratch: Path) -> str:
     )
 
 
-class _Replay:
+class _Server:
     def __init__(self, handle: NamespaceHandle, target: str, clock: SharedClock, workload: Workload) -> None:
         self._handle, self._target, self._clock, self._workload = handle, target, clock, workload
         self._hashes = PrefixHashes(workload.unique_blocks)
         longest = int(np.diff(workload.starts).max(initial=0))
         self._payload = memoryview(bytes(longest * handle.block_bytes))
 
-    def run(self, advance: Callable[[int], None]) -> tuple[NDArray[np.int64], Storage]:
-        hits = np.zeros(self._workload.requests, dtype=np.int64)
-        now_s = begin_s = float(self._workload.time_s[0])
-        before: dict[str, int] | None = None
-        for request, time_s in enumerate(self._workload.time_s.tolist()):
-            self._clock.advance(time_s - now_s)
-            now_s = time_s
-            if before is None and now_s >= self._workload.measured_from_s:
-                before, begin_s = self._status(), now_s
-            hits[request] = self._ask(request)
-            advance(request + 1)
-        counters = self._status()
-        done = {name: value - (before or counters)[name] for name, value in counters.items()}
-        return hits, Storage(
-            bytes_put=done["bytes_stored"],
-            bytes_written=done["bytes_written"],
-            blocks_evicted=done["blocks_evicted"],
-            blocks_expired=done["blocks_expired"],
-            resident_bytes_mean=None,
-            resident_bytes_max=None,
-            seconds=now_s - begin_s,
-        )
+    def advance(self, seconds: float) -> None:
+        self._clock.advance(seconds)
 
-    def _ask(self, request: int) -> int:
-        """Match the prompt, and put what is missing of it and of the answer, as an engine does."""
-        chain = self._hashes.chain(self._workload.chain(request))
-        asked = chain.first(int(self._workload.asked_blocks[request]))
-        traffic_class = self._workload.classes[self._workload.class_id[request]]
+    def tick(self) -> None:
+        """It does so by itself."""
+
+    def ask(self, request: int) -> int:
+        chain, asked = self._hashes.chains(self._workload, request)
+        traffic_class = self._workload.class_of(request)
         match = self._handle.match(asked, traffic_class)
-        hit = match.hit_length_blocks
-        failure = match.failure
+        hit, failure = match.hit_length_blocks, match.failure
         if failure is None and hit < len(chain):
             blocks = self._payload[: (len(chain) - hit) * self._handle.block_bytes]
             failure = self._handle.put(chain, blocks, first_block=hit, traffic_class=traffic_class).failure
@@ -120,8 +100,12 @@ class _Replay:
             raise VerificationError(f"request {request}: {failure.reason}: {failure.detail}")
         return hit
 
-    def _status(self) -> dict[str, int]:
+    def counts(self) -> Counts:
         with grpc.insecure_channel(self._target) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)  # type: ignore[no-untyped-call]
             status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_BUDGET_S)
-        return {counter.name: counter.value for counter in status.counters}
+        counters = {counter.name: counter.value for counter in status.counters}
+        return Counts(*(counters[name] for name in COUNTERS))
+
+    def live_bytes(self) -> None:
+        """Its housekeeping keeps another time than the workload, so that no moment says what a real one would hold."""

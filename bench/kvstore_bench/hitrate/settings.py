@@ -10,7 +10,6 @@ from kvstore.config import StoreConfig, TrafficClassConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BLOCK_BYTES: Final = 114_688  # the reference layout's, per 128 tokens
 # Leases are as short as they can be: a replay's store is a small sample of a real one, in which what leases of 10 s hold back is
 # less than a thousandth of the capacity; here it could be most of it.
 LEASE_S: Final = 0.001
@@ -51,21 +50,3 @@ class ReplaySettings:
             name: TrafficClassConfig(ttl_s=ttl_s, share=self.class_shares.get(name, 0.0))
             for name, ttl_s in self.ttls_s.items()
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """What the replayed store did, in the measured part: bytes are what would be written to SSD, tables included."""
-
-    bytes_put: int  # payloads of new blocks
-    bytes_written: int
-    blocks_evicted: int
-    blocks_expired: int
-    resident_bytes_mean: float | None  # of live blocks, over time; None: not known
-    resident_bytes_max: int | None
-    seconds: float
-
-    @property
-    def write_amplification(self) -> float:
-        """Bytes written for each byte put."""
-        return self.bytes_written / max(1, self.bytes_put)

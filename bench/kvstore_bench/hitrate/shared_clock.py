@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore_bench.hitrate.replay import BEGIN_S
+
 if TYPE_CHECKING:
     from pathlib import Path
-
-_BEGIN_S = 1_800_000_000.0
 
 
 class SharedClock:
@@ -33,7 +33,7 @@ class SharedClock:
 
     def now_s(self) -> float:
         """Seconds since the epoch, as if the workload began on some day in 2027."""
-        return _BEGIN_S + float(self._elapsed_s[0])
+        return BEGIN_S + float(self._elapsed_s[0])
 
     def steady_s(self) -> float:
         """Seconds since the boot that never was."""

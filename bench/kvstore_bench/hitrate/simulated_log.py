@@ -8,7 +8,7 @@ that the store itself calls, in `kvstore.expiry`, `kvstore.census`, `kvstore.wor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -32,6 +32,7 @@ from kvstore.victims import (
     least_worth,
 )
 from kvstore.worth import segment_worth, worth_keeping
+from kvstore_bench.hitrate.replay import Counts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,17 +51,6 @@ _DEPTH: Final = 3
 _FILE_PAGES_PER_LEAF: Final = 1.55
 _FILE_PAGES: Final = 32
 _FILES_BYTES: Final = 12 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Sums since the begin; bytes with tables."""
-
-    bytes_put: int = 0
-    bytes_written: int = 0
-    evicted: int = 0
-    expired: int = 0
-    rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +101,7 @@ class SimulatedLog:
 
     def __init__(self, unique_blocks: int, settings: ReplaySettings) -> None:
         config = settings.store_config()
-        self.counts = Counts()
+        self._bytes_put = self._bytes_written = self._evicted = self._expired = 0
         self._lease_s = config.lease_s
         self._capacity_bytes = int(config.capacity)
         self._segment_bytes = segment_size_bytes(config)
@@ -192,7 +182,7 @@ class SimulatedLog:
             self._segments[number].changes += 1
         self._segment_of[there] = _NOWHERE
         self._indexed -= len(there)
-        self._count(expired=len(there))
+        self._expired += len(there)
 
     # Writing
 
@@ -207,15 +197,14 @@ class SimulatedLog:
             segment = self._segment_with_room(class_id, now_s)
             batch = batch[: self._room_in(segment)]
         except _NoRoomError:
-            self._count(rejected=len(batch))
-            return len(batch)
+            return len(batch)  # rejected
         self._uses[batch, : fmt.LAST_CLASS_COLUMN + 1] = 0
         self._uses[batch, class_id] = int(now_s)
         self._uses[batch, fmt.USE_LENGTH] = self._block_bytes
         self._place(segment, batch)
         self._uncommitted.add(segment.number)
         self._unindexed += len(batch)
-        self._count(bytes_put=len(batch) * self._block_bytes)
+        self._bytes_put += len(batch) * self._block_bytes
         return len(batch)
 
     def _segment_with_room(self, class_id: int, now_s: float) -> _Segment:
@@ -251,15 +240,12 @@ class SimulatedLog:
         segment.changes += 1
         self._indexed += len(blocks)
         self._indexed_max = max(self._indexed_max, self._indexed)
-        self._count(bytes_written=len(blocks) * (self._taken_bytes + fmt.ROW_BYTES + fmt.USE_BYTES))
+        self._bytes_written += len(blocks) * (self._taken_bytes + fmt.ROW_BYTES + fmt.USE_BYTES)
 
     def _file_bytes(self, count: int) -> int:
         """What `du` counts of a segment file with so many slots taken."""
         uses = fmt.align(fmt.HEADER_BYTES + count * fmt.USE_BYTES)
         return uses + fmt.align(count * fmt.ROW_BYTES) + count * self._taken_bytes
-
-    def _count(self, **more: int) -> None:
-        self.counts = replace(self.counts, **{name: getattr(self.counts, name) + count for name, count in more.items()})
 
     # Room
 
@@ -316,6 +302,10 @@ class SimulatedLog:
         self._ticks += 1
         if self._ticks % TICKS_PER_COMPACTION == 0:
             self._compact_one(now_s)
+
+    def counts(self) -> Counts:
+        """What was done until now."""
+        return Counts(self._bytes_put, self._bytes_written, self._evicted, self._expired)
 
     def live_bytes(self, now_s: float) -> int:
         """Payload bytes of live blocks."""
@@ -416,7 +406,8 @@ class SimulatedLog:
         here = blocks[
             (self._segment_of[blocks] == segment.number) & (self._slot_of[blocks] == np.arange(segment.count))
         ]
-        self._count(evicted=len(live) - len(kept), expired=len(here) - len(live))
+        self._evicted += len(live) - len(kept)
+        self._expired += len(here) - len(live)
         moved = blocks[kept]
         self._segment_of[here] = _NOWHERE
         self._indexed -= len(here)

@@ -14,7 +14,7 @@ from kvstore.log.format import align
 from kvstore_bench.errors import InputError
 from kvstore_bench.hitrate.baselines import belady, fifo, hit_share, lru, unlimited
 from kvstore_bench.hitrate.engine_replay import replay_in_engine
-from kvstore_bench.hitrate.misses import explain_misses
+from kvstore_bench.hitrate.misses import changed_prefixes, explain_misses
 from kvstore_bench.hitrate.result import Result, StorageFacts, WorkloadFacts
 from kvstore_bench.hitrate.server_replay import replay_over_grpc
 from kvstore_bench.hitrate.settings import ReplaySettings
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore_bench.hitrate.misses import Misses
-    from kvstore_bench.hitrate.settings import Storage
+    from kvstore_bench.hitrate.replay import Storage
     from kvstore_bench.hitrate.workload import Workload
 
 SIMULATOR, ENGINE, SERVER = REPLAYS = ("simulator", "engine", "server")
@@ -39,6 +39,7 @@ CLASS_SHARE_SWEEP: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
 # Sealed, reclaimed and expired as a whole. In a store of some TB a segment of 256 MiB is a 10,000th of it; here at least 8 blocks.
 SEGMENTS: Final = 256
 _SEGMENT_BLOCKS_MIN: Final = 8
+_SEGMENT_BYTES_MAX: Final = 256 << 20  # the server's default
 _BLOCKS_MIN: Final = 64  # or a segment, a sixteenth of the capacity at most, would hold too few
 _CAPACITY_BYTES_MIN: Final = 1 << 20
 _REPORT_EVERY: Final = 256  # requests
@@ -62,18 +63,21 @@ POLICY: Final = "local"
 class Study:
     """Runs on one workload. What does not depend on the configuration is computed once."""
 
-    def __init__(
-        self, workload: Workload, replay: str, scratch: Path, block_bytes: int, report: Callable[[str, float], None]
-    ) -> None:
-        """Args: report: told what is being done, and the share of it that is."""
+    def __init__(self, workload: Workload, replay: str, scratch: Path, block_bytes: int) -> None:
         self._workload, self._replay, self._scratch = workload, replay, scratch
-        self._block_bytes, self._report = block_bytes, report
+        self._block_bytes = block_bytes
+        self._report: Callable[[str, float], None] = lambda what, share: None
         self._runs = 0
         self._unlimited = cache(self._compute_unlimited)
         self._baseline = cache(self._compute_baseline)
+        self._changed = cache(lambda: changed_prefixes(workload))
 
-    def run(self, configuration: Configuration) -> Result:
-        """Replay one configuration."""
+    def run(self, configuration: Configuration, report: Callable[[str, float], None]) -> Result:
+        """Replay one configuration.
+
+        Args: report: told what is being done, and the share of it that is.
+        """
+        self._report = report
         workload = self._workload
         settings = self.settings(configuration)
         capacity_blocks = int(configuration.capacity_share * workload.unique_blocks)
@@ -82,7 +86,7 @@ class Study:
         seconds = time.perf_counter() - begin_s
         ttls_s = [configuration.ttls_s[name] for name in workload.classes]
         self._report("causes of misses", 0.0)
-        misses = explain_misses(workload, hits, ttls_s)
+        misses = explain_misses(workload, hits, ttls_s, self._changed())
         return Result(
             trace=workload.name,
             sweep=configuration.sweep,
@@ -106,10 +110,6 @@ class Study:
             storage=_storage_facts(storage, settings),
             seconds=seconds,
         )
-
-    def fixed(self) -> dict[str, object]:
-        """What all runs have in common."""
-        return {"segments": SEGMENTS, "policy": POLICY}
 
     def facts(self) -> WorkloadFacts:
         """What is replayed."""
@@ -146,17 +146,18 @@ class Study:
                 f"--capacity-share {configuration.capacity_share:g} makes {blocks} of {self._workload.unique_blocks:,} blocks",
                 f"give a share that makes {_BLOCKS_MIN} blocks and {_CAPACITY_BYTES_MIN >> 20} MiB at least",
             )
-        room_bytes = (
-            capacity // SEGMENTS * 20 // 19
-        )  # tables have room for blocks of a page each: a twentieth of the file
         return ReplaySettings(
             capacity_bytes=capacity,
             block_bytes=self._block_bytes,
-            segment_bytes=min(256 << 20, max(room_bytes, _SEGMENT_BLOCKS_MIN * align(self._block_bytes) * 20 // 19)),
+            segment_bytes=self._segment_bytes(capacity),
             ttls_s=configuration.ttls_s,
             class_shares=configuration.class_shares,
             tick_s=max(1.0, math.ceil((self._workload.time_s[-1] - self._workload.time_s[0]) / _TICKS)),
         )
+
+    def _segment_bytes(self, capacity_bytes: int) -> int:
+        payload_bytes = max(capacity_bytes // SEGMENTS, _SEGMENT_BLOCKS_MIN * align(self._block_bytes))
+        return min(_SEGMENT_BYTES_MAX, payload_bytes * 20 // 19)  # tables take up to a twentieth of a file
 
     def _replayed(self, settings: ReplaySettings) -> tuple[NDArray[np.int64], Storage]:
         requests = max(1, self._workload.requests)
@@ -183,13 +184,15 @@ class Study:
 
 
 def sweep_configurations(sweep: str, base: Configuration, classes: Sequence[str]) -> list[Configuration]:
-    """The configurations of a sweep: the base with one thing changed at a time."""
+    """The configurations of a sweep: the base with one thing changed at a time. Raises: InputError: there is nothing to change."""
     if sweep == "capacity":
         return [replace(base, capacity_share=share, sweep=sweep) for share in CAPACITY_SWEEP]
     if sweep == "ttl":
         return [
             replace(base, ttls_s={**base.ttls_s, name: ttl_s}, sweep=sweep) for name in classes for ttl_s in TTL_SWEEP_S
         ]
+    if len(classes) < 2:
+        raise InputError("--sweep class-share needs two classes", f"the workload has {classes[0]} alone")
     swept = [{**base.class_shares, name: share} for name in classes for share in CLASS_SHARE_SWEEP]
     return [replace(base, class_shares=shares, sweep=sweep) for shares in swept if sum(shares.values()) <= 1]
 
@@ -220,8 +223,8 @@ def _storage_facts(storage: Storage, settings: ReplaySettings) -> StorageFacts:
     return StorageFacts(
         resident_bytes_mean=storage.resident_bytes_mean,
         resident_bytes_max=storage.resident_bytes_max,
-        bytes_put_per_day=storage.bytes_put / days if days else None,
-        bytes_written_per_day=storage.bytes_written / days if days else None,
+        bytes_put_per_day=storage.done.bytes_put / days if days else None,
+        bytes_written_per_day=storage.done.bytes_written / days if days else None,
         write_amplification=storage.write_amplification,
-        capacity_writes_per_day=storage.bytes_written / days / settings.capacity_bytes if days else None,
+        capacity_writes_per_day=storage.done.bytes_written / days / settings.capacity_bytes if days else None,
     )

@@ -82,6 +82,11 @@ class Workload:
         """Block ids that the request asks for: its chain without the answer's; a view."""
         return self.chain(request)[: self.asked_blocks[request]]
 
+    def class_of(self, request: int) -> str:
+        """The name of its traffic class."""
+        name: str = self.classes[self.class_id[request]]
+        return name
+
     def tokens_of(self, request: int, blocks: int) -> int:
         """Tokens in the leading blocks of a request: a trace may name the last block of a prompt although it is not full."""
         return min(blocks * self.block_tokens, int(self.input_tokens[request]))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path  # noqa: TC003  typer reads the annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvstore_bench.errors import InputError
-from kvstore_bench.options import JsonFile  # noqa: TC001  typer reads the annotations
+from kvstore_bench.options import JsonFile, write_json
 from kvstore_bench.units import parse_count
 
 if TYPE_CHECKING:
@@ -115,14 +114,7 @@ def _run(
         raise InputError("--missed-tokens-per-s needs a prefill speed", "add a [prefill] table to the file")
     figures = make_plan(config, measured)
     comparisons = compare(config, figures)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(plan_json(config, figures, comparisons), indent=2) + "\n")
-        except OSError as error:
-            raise InputError(
-                f"--json {str(json_file)!r} cannot be written: {error.strerror}",
-                "name a file in a directory that exists",
-            ) from None
+    write_json(json_file, plan_json(config, figures, comparisons))
     print_plan(config, figures, comparisons)
 
 
