@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvstore_bench.demo_report import DemoReport, DemoRequest, print_demo_report
 from kvstore_bench.demo_screen import DemoScreen
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.node_process import NodeProcess, Prompt, running_node
+from kvstore_bench.options import write_json
 from kvstore_bench.processes import ProcessError, running_child
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ def run_demo(request_count: int, data_dir: Path | None, json_file: Path | None) 
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=parent) as scratch, DemoScreen() as screen:
         report = _run(SCHEDULE[:request_count], Path(scratch), screen)
     print_demo_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    write_json(json_file, report.to_json())
     return 0 if report.passed else 1
 
 

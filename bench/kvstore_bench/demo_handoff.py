@@ -12,7 +12,6 @@ rounding, so the tokens are equal unless two of them are equally likely to the l
 
 from __future__ import annotations
 
-import json
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from kvstore_bench.demo_prompts import SCHEDULE, conversations
 from kvstore_bench.demo_screen import DemoScreen
 from kvstore_bench.machine import describe_commit, describe_machine
 from kvstore_bench.node_process import Prompt
+from kvstore_bench.options import write_json
 from kvstore_bench.worker_process import WorkerProcess, running_worker
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def run_handoff_demo(request_count: int, max_new_tokens: int, data_dir: Path | N
     with tempfile.TemporaryDirectory(prefix="kvstore-demo-", dir=parent) as scratch, DemoScreen() as screen:
         report = _run(_prompts(request_count), max_new_tokens, Path(scratch), screen)
     print_handoff_report(report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    write_json(json_file, report.to_json())
     return 0 if report.passed else 1
 
 

@@ -36,7 +36,7 @@ def check_directory(option: str, directory: Path) -> None:
 def write_result(option: str, file: Path, text: str) -> None:
     """Raises: InputError: it cannot be written after all."""
     try:
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")  # as a page says of itself, whatever the locale is
     except OSError as error:
         raise InputError(
             f"{option} {str(file)!r} cannot be written: {error.strerror}", "name a file in a directory that exists"

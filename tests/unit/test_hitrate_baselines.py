@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from kvstore_bench.hitrate.baselines import belady, fifo, hit_share, lru, unlimited
 from kvstore_bench.hitrate.chains import ChainCollector
 from kvstore_bench.hitrate.engine_replay import replay_in_engine
-from kvstore_bench.hitrate.misses import BROKEN, EVICTED, EXPIRED, FIRST_SEEN, TAIL, changed_prefixes, explain_misses
+from kvstore_bench.hitrate.misses import (
+    BROKEN,
+    EVICTED,
+    EXPIRED,
+    FIRST_SEEN,
+    TAIL,
+    Misses,
+    changed_prefixes,
+    explain_misses,
+)
 from kvstore_bench.hitrate.settings import ReplaySettings
 from kvstore_bench.hitrate.sources import TRACES_VARIABLE, SourceOptions, load_workload
 
@@ -112,6 +121,10 @@ def test_with_room_for_all_every_policy_hits_what_was_there_before(talks):
         assert policy(workload, room).tolist() == expected
 
 
+def missed(workload: Workload, hits: Sequence[int], ttls_s: Sequence[float]) -> Misses:
+    return explain_misses(workload, np.array(hits), ttls_s, changed_prefixes(workload))
+
+
 def in_engine(workload: Workload, scratch: Path, ttl_s: int) -> list[int]:
     room = ReplaySettings(4 << 20, 512, 64 << 10, {"agent": ttl_s, "chatbot": ttl_s})
     return replay_in_engine(workload, room, scratch)[0].tolist()
@@ -135,9 +148,7 @@ def test_blocks_that_an_answer_has_again_live_on(tmp_path):
     assert unlimited(workload, [900, 900]).tolist() == [0, 1, 2]
     assert lru(workload, 2).tolist() == [0, 1, 2]
     assert in_engine(workload, tmp_path, 900) == [0, 1, 2]
-    assert (
-        explain_misses(workload, np.array([0, 1, 0]), [900, 900], changed_prefixes(workload)).by_cause()[EVICTED] == 20
-    )
+    assert missed(workload, [0, 1, 0], [900, 900]).by_cause()[EVICTED] == 20
 
 
 @pytest.mark.parametrize("asked", [[3], [-1], [1, 1]])
@@ -161,17 +172,14 @@ def test_hit_rate_is_of_input_tokens_of_measured_requests():
 def test_last_block_that_is_not_full_counts_for_what_it_holds():
     workload = made(["ab", "ab"], tokens=[14, 14])
     assert hit_share(workload, unlimited(workload)) == pytest.approx(0.5)
-    assert (
-        sum(explain_misses(workload, np.array([0, 1]), [9.0, 9.0], changed_prefixes(workload)).by_cause().values())
-        == 14 + 4
-    )
+    assert sum(missed(workload, [0, 1], [9.0, 9.0]).by_cause().values()) == 14 + 4
 
 
 def test_missed_tokens_are_split_by_cause():
     walks = ["abc", "abd", "abd", "abcd", "x"]
     workload = made(walks, times=[0, 1, 2, 100, 101], tokens=[33, 30, 30, 40, 10], sessions=[1, 1, 2, 2, 3])
     # The third hits all; the fourth comes when all has expired but "ab", as its TTL says, and finds "a" alone.
-    misses = explain_misses(workload, np.array([0, 2, 3, 1, 0]), [98.5, 1.0], changed_prefixes(workload))
+    misses = missed(workload, [0, 2, 3, 1, 0], [98.5, 1.0])
     assert changed_prefixes(workload).tolist() == [0, 3, 0, 3, 0]
     assert misses.by_cause(0) == {FIRST_SEEN: 30 + 10 + 10, BROKEN: 10, EXPIRED: 10, EVICTED: 10, TAIL: 3}
     assert sum(misses.by_cause(1).values()) == 0
@@ -180,7 +188,7 @@ def test_missed_tokens_are_split_by_cause():
 def test_answers_are_not_missed_but_their_blocks_are_known():
     # The second leaves what the first was answered with; the third comes when all has expired, "d" of the first answer as well.
     workload = made(["abcd", "abce", "abcdf"], asked=[2, 4, 4], times=[0, 1, 200], sessions=[1, 1, 2])
-    misses = explain_misses(workload, np.array([0, 3, 0]), [100.0, 100.0], changed_prefixes(workload))
+    misses = missed(workload, [0, 3, 0], [100.0, 100.0])
     assert misses.by_cause() == {FIRST_SEEN: 20, BROKEN: 10, EXPIRED: 40, EVICTED: 0, TAIL: 9}
 
 
@@ -190,8 +198,8 @@ def test_missed_tokens_and_hits_make_up_the_measured_input(asked):
     tokens = workload.input_tokens.sum()
     for policy in (lru, fifo, belady):
         hits = policy(workload, 3)
-        missed = sum(explain_misses(workload, hits, [2.0, 2.0], changed_prefixes(workload)).by_cause().values())
-        assert missed + hit_share(workload, hits) * tokens == pytest.approx(tokens)
+        tokens_missed = sum(missed(workload, hits, [2.0, 2.0]).by_cause().values())
+        assert tokens_missed + hit_share(workload, hits) * tokens == pytest.approx(tokens)
 
 
 KNOWN = {
@@ -226,5 +234,5 @@ def percent(workload: Workload, policy: Callable[..., np.ndarray], *room: int) -
 
 def test_tokens_that_a_last_block_lacks_are_taken_from_its_own_cause():
     workload = made(["abc", "x", "abcd"], tokens=[30, 10, 31])
-    misses = explain_misses(workload, np.array([0, 0, 0]), [9.0, 9.0], changed_prefixes(workload))
+    misses = missed(workload, [0, 0, 0], [9.0, 9.0])
     assert misses.by_cause() == {FIRST_SEEN: 40 + 1, BROKEN: 0, EXPIRED: 0, EVICTED: 30, TAIL: 0}
