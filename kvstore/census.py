@@ -2,8 +2,8 @@
 quotas and the choice of what to reclaim do not walk all use tables.
 
 A summary is thrown away when the segment changes (appends, flags), when a TTL does, and at the moment its next block may expire.
-Uses only put that moment off, so they need not be noticed: the counts of a summary that stands are exact, and what was used
-since is worth more than it says. Dropped namespaces are left out when summaries are added up.
+Uses only put that moment off, so they need not be noticed: the counts of a summary that stands are exact. Dropped namespaces are
+left out when summaries are added up.
 """
 
 from __future__ import annotations
@@ -40,12 +40,9 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a segment held at `as_of_s`."""
+    """What a segment held when it was counted."""
 
     shares: Mapping[int, Usage]  # by namespace id
-    worth: float  # at that time: the mean of the half of its live bytes that are worth least
-    fading: float  # what that loses a second while nothing is used
-    as_of_s: float
     next_expiry_s: float
     changes: int
     ttls: TtlTable
@@ -59,7 +56,7 @@ class Census:
         self._summaries: dict[int, Summary] = {}  # only ever replaced entry by entry
 
     def of(self, segment: Segment) -> Summary:
-        """The segment's summary; its counts are right now, its worth may be out of date."""
+        """The segment's summary, as it is now."""
         return self._of(segment, self._rules().ttls, self._clock.now_s())
 
     def _of(self, segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
@@ -71,7 +68,9 @@ class Census:
             and now_s < known.next_expiry_s
         ):
             return known
-        return self.renew(segment)
+        summary = _summarize(segment, ttls, now_s)
+        self._summaries[segment.segment_id] = summary
+        return summary
 
     def lifeless(self, segments: Iterable[Segment]) -> list[Segment]:
         """Those in which nothing lives. Made for thousands of segments every second."""
@@ -82,12 +81,6 @@ class Census:
             for segment in segments
             if not any(namespace_id in tenants for namespace_id in self._of(segment, rules.ttls, now_s).shares)
         ]
-
-    def renew(self, segment: Segment) -> Summary:
-        """Count the segment again."""
-        summary = _summarize(segment, self._rules().ttls, self._clock.now_s())
-        self._summaries[segment.segment_id] = summary
-        return summary
 
     def forget_others(self, segments: Iterable[Segment]) -> None:
         """Keep summaries of these segments only."""
@@ -143,42 +136,21 @@ def _summarize(segment: Segment, ttls: TtlTable, now_s: float) -> Summary:
     changes = segment.changes  # before anything is looked at
     uses = segment.uses[: segment.slot_count]
     _clamp(uses, now_s)
-    live = ttls.live(uses, now_s)
-    uses = uses[live]
-    if not len(uses):
-        return Summary({}, 0.0, 0.0, now_s, math.inf, changes, ttls)
-    expiry_s, worth, fading = ttls.prospects(uses, now_s)
+    uses = uses[ttls.live(uses, now_s)]
     lengths = payload_lengths(uses).astype(np.int64)
     taken = taken_bytes(lengths)
     ids, owner = np.unique(uses[:, fmt.USE_NAMESPACE], return_inverse=True)
-    blocks = np.bincount(owner)
-    sums = [np.bincount(owner, weights=column) for column in (lengths, taken)]
+    blocks = np.bincount(owner, minlength=len(ids))
+    sums = [np.bincount(owner, weights=column, minlength=len(ids)) for column in (lengths, taken)]
     shares = {
         int(namespace_id): Usage(int(blocks[i]), int(sums[0][i]), int(sums[1][i])) for i, namespace_id in enumerate(ids)
     }
-    half_worth, half_fading = colder_half(worth, fading, taken)
     return Summary(
         shares=shares,
-        worth=half_worth,
-        fading=half_fading,
-        as_of_s=now_s,
-        next_expiry_s=float(expiry_s.min()),
+        next_expiry_s=float(ttls.expiry_s(uses).min(initial=math.inf)),
         changes=changes,
         ttls=ttls,
     )
-
-
-def colder_half(
-    worth: NDArray[np.float64], fading: NDArray[np.float64], taken: NDArray[np.int64]
-) -> tuple[float, float]:
-    """What the half of some blocks' bytes that is worth least is worth, and what that loses a second. All of shape (n,), n > 0.
-
-    Args: taken: bytes that the blocks take in their file.
-    """
-    order = np.argsort(worth)
-    cold = order[: int(np.searchsorted(np.cumsum(taken[order]), taken.sum() / 2)) + 1]
-    weights = taken[cold] / max(1, taken[cold].sum())  # torn rows have no length
-    return float(weights @ worth[cold]), float(weights @ fading[cold])
 
 
 def _clamp(uses: NDArray[np.uint32], now_s: float) -> None:

@@ -132,13 +132,13 @@ class StoreConfig(_Section):
         "Never more than 1/16 of the capacity is used.",
     )
     high_watermark: float = Field(
-        0.98,
+        0.995,
         gt=0,
         le=1,
         description="Share of the capacity from which on space is reclaimed ahead of need, so that puts need not wait for it.",
     )
     low_watermark: float = Field(
-        0.96,
+        0.985,
         gt=0,
         le=1,
         description="Share of the capacity down to which it is then reclaimed; a lower one frees more at a time.",
@@ -147,7 +147,12 @@ class StoreConfig(_Section):
         "memory",
         description="What an acknowledged block survives: death of the process (memory), or also power loss (sync; slower).",
     )
-    lease_s: float = Field(10.0, gt=0, le=600, description="Default time for which a match keeps the blocks' files.")
+    lease_s: float = Field(
+        10.0,
+        ge=0,
+        le=600,
+        description="Default time for which a match keeps the blocks' files; with 0 they may go at once, and a read miss them.",
+    )
     lease_max_s: float = Field(
         60.0, gt=0, le=3600, description="Longest lease a client may ask for; reclaimed files wait this long."
     )

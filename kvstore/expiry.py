@@ -1,10 +1,4 @@
-"""When blocks expire, and what they are worth until then.
-
-A block expires at the maximum over classes of last use + that class's TTL today. Its worth falls from 1, when it was just used, to
-0 when it expires, by the class that gives most. So a class's own TTL is the measure of how soon its blocks grow cold, and
-minutes-long handoffs and week-long chats can be compared. A block that was used again after it was stored loses half as much:
-it has shown that somebody comes back to it, and is given up only when it is twice as old as others.
-"""
+"""When blocks expire: at the maximum over classes of last use + that class's TTL today."""
 
 from __future__ import annotations
 
@@ -21,9 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvstore.catalog import ClassRecord
-
-
-_REUSED_PATIENCE = 2
 
 
 class TtlTable:
@@ -50,26 +41,17 @@ class TtlTable:
         live &= uses[:, fmt.USE_FLAGS] == 0
         return live
 
-    def prospects(
-        self, uses: NDArray[np.uint32], now_s: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Shape (n, 16) -> three of (n,): when each block expires (0: it was never used), its worth now, and how much of
-        that it loses a second."""
+    def expiry_s(self, uses: NDArray[np.uint32]) -> NDArray[np.float64]:
+        """Shape (n, 16) -> (n,): when each block expires; 0: it was never used."""
         expiry_s = np.zeros(len(uses))
-        worth = np.zeros(len(uses))
-        fading = np.zeros(len(uses))
-        patience = np.where(uses[:, fmt.USE_LENGTH] & fmt.REUSED, _REUSED_PATIENCE, 1)
         for class_id, ttl_s in self._ttls_s:
             last_use = uses[:, class_id].astype(np.float64)
-            if not last_use.any():
-                continue
-            ends_s = np.where(last_use > 0, last_use + ttl_s, 0)
-            np.maximum(expiry_s, ends_s, out=expiry_s)
-            rate = 1 / (ttl_s * patience)
-            left = np.where(ends_s > now_s, 1 - (now_s - last_use) * rate, 0)
-            better = left > worth
-            worth[better], fading[better] = left[better], rate[better]
-        return expiry_s, worth, fading
+            np.maximum(expiry_s, np.where(last_use > 0, last_use + ttl_s, 0), out=expiry_s)
+        return expiry_s
+
+    def items(self) -> list[tuple[int, int]]:
+        """(class id, TTL) of each class."""
+        return self._ttls_s
 
     def ttl_s(self, class_id: int) -> int:
         """A class's TTL."""
@@ -79,6 +61,12 @@ class TtlTable:
 def last_use_s(uses: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Shape (n, 16) -> (n,): the last use by any class."""
     latest: NDArray[np.uint32] = class_uses(uses).max(axis=1)
+    return latest
+
+
+def last_class(uses: NDArray[np.uint32]) -> NDArray[np.intp]:
+    """Shape (n, 16) -> (n,): the class of the last use; of several the first."""
+    latest: NDArray[np.intp] = class_uses(uses).argmax(axis=1) + fmt.FIRST_CLASS_COLUMN
     return latest
 
 

@@ -498,6 +498,11 @@ def split_keys(keys: NDArray[np.uint8]) -> list[bytes]:
     return split
 
 
+def row_tags(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+    """What `kvstore.dropped` knows the blocks by that a segment's rows describe. Shape (n,)."""
+    return np.ascontiguousarray(_bytes_of(rows["prefix_hash"], HASH_BYTES)[:, :8]).view("<u8").ravel()
+
+
 def _bytes_of(column: NDArray[np.void], width: int) -> NDArray[np.uint8]:
     return np.ascontiguousarray(column).view(np.uint8).reshape(len(column), width)
 

@@ -1,14 +1,14 @@
 """Space comes back by whole segments: dead blocks are dropped, live ones worth it are appended again, the file is unlinked.
 
 One mechanism for TTL, capacity, quotas, eviction and delete. A segment in which nothing lives any more goes at once; because
-segments are filled by class and time, that is how most blocks leave whose TTL has passed. When room is needed, a segment that is
-more than a quarter dead is given back first, the deadest before others, by moving what lives in it: nothing is lost. Else the one
-that is worth least (see `worth.py`) goes; what is worth more than is typical for the store is moved, the rest evicted.
+segments are filled by class and time, that is how most blocks leave whose TTL has passed. When room is needed, the segment goes
+that costs least for each byte that comes back (see `worth.py`): what is worth it is moved, the rest evicted.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,12 @@ import numpy as np
 
 from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
-from kvstore.index import row_keys
+from kvstore.expiry import last_use_s
+from kvstore.index import row_keys, row_tags
 from kvstore.log import format as fmt
 from kvstore.log.segment import row_capacity
-from kvstore.log.writer import NewEntry
+from kvstore.log.streams import Stream
+from kvstore.log.writer import NEW_SEGMENT_BYTES, NewEntry
 from kvstore.types import BlockAddr
 from kvstore.victims import (
     COMPACT_BELOW_LIVE_SHARE,
@@ -28,10 +30,13 @@ from kvstore.victims import (
     SWEEP_BELOW_LIVE_SHARE,
     TICKS_PER_COMPACTION,
     Limits,
+    Price,
+    Prices,
     at_once,
-    least_worth,
+    cheapest,
+    some_of,
 )
-from kvstore.worth import payload_bytes, segment_worth, worth_keeping
+from kvstore.worth import PROTECTION, middle_age_s, payload_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +52,7 @@ if TYPE_CHECKING:
     from kvstore.log.segments import SegmentSet
     from kvstore.log.writer import LogWriter
     from kvstore.quotas import QuotaBook
+    from kvstore.worth import Valuation
 
 _log = logging.getLogger(__name__)
 
@@ -54,13 +60,13 @@ _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be 
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Candidate:
     """A segment that could be reclaimed, and what lives in it."""
 
     segment: Segment
     live_bytes: int  # with padding
-    worth: float  # at least
+    cost: float  # for each byte that comes back, as it was counted
 
     @property
     def lease_until_s(self) -> float:
@@ -88,11 +94,13 @@ class Reclaimer:
         config: StoreConfig,
         small_files_bytes: Callable[[], int],
         rules: Callable[[], Rules],
+        valuation: Valuation,
     ) -> None:
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
         self._census, self._quotas = census, quotas
-        self._small_files_bytes, self._rules = small_files_bytes, rules
+        self._small_files_bytes, self._rules, self._valuation = small_files_bytes, rules, valuation
         self._ticks = 0
+        self._prices = Prices(self._price, valuation.repriced)
         self._obsolete: list[tuple[bytes, BlockAddr]] = []
         self._capacity_bytes = config.capacity
         self._limits = Limits.of(
@@ -132,6 +140,7 @@ class Reclaimer:
         used_before = self._segments.used_bytes()
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s(), self._clock.steady_s()))
         self._quotas.refresh()
+        self._learn()
         self._drop_dead(writer)
         self._relieve_disk(writer, used_before)
         self._keep_ahead(writer)
@@ -141,6 +150,15 @@ class Reclaimer:
             self._compact_one(writer)
             self._index.clear_dead_readers()
             self._census.forget_others(self._segments.all())
+            self._prices.forget_others(self._segments.all())
+
+    def _learn(self) -> None:
+        self._valuation.learn_if_due(self._use_tables, self._clock.now_s())
+
+    def _use_tables(self) -> list[NDArray[np.uint32]]:
+        """Of all segments whose blocks have neither moved nor gone."""
+        in_use = [segment for segment in self._segments.all() if segment.state != fmt.STATE_RETIRED]
+        return [segment.uses[: segment.slot_count] for segment in in_use]
 
     def _keep_ahead(self, writer: LogWriter) -> None:
         """From the high mark down to the low one, a few segments a tick."""
@@ -157,11 +175,10 @@ class Reclaimer:
         Unless what was missing has been given back since `used_before` was used, or will be by files that wait for leases.
         """
         coming = used_before - self._segments.used_bytes() + self._segments.retiring_bytes()
-        candidates = self._candidates(writer) if coming < writer.disk_short_bytes else []
-        if candidates and not self._segments.nothing_can_be_unlinked(self._clock.steady_s()):
-            deadest = min(candidates, key=lambda candidate: candidate.live_share)
-            live = live_mask(deadest.segment, self._rules(), self._clock.now_s())
-            self._reclaim(deadest.segment, live, writer)
+        segments = self._reclaimable(self._segments.all(), writer) if coming < writer.disk_short_bytes else []
+        if segments and not self._segments.nothing_can_be_unlinked(self._clock.steady_s()):
+            deadest = min(segments, key=self._live_share)
+            self._reclaim(deadest, live_mask(deadest, self._rules(), self._clock.now_s()), writer)
         writer.disk_short_bytes = 0
 
     def sweep(self, writer: LogWriter) -> None:
@@ -177,17 +194,23 @@ class Reclaimer:
 
     def _compact_one(self, writer: LogWriter) -> None:
         """Of the segments that are mostly dead one, because moving blocks costs writes; none that will soon be dead by itself."""
-        dead = [c for c in self._candidates(writer) if c.live_share < SWEEP_BELOW_LIVE_SHARE]
-        for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
-            if not self._expires_soon(candidate.segment):
-                self._compact(candidate.segment, writer)
+        segments = self._reclaimable(self._segments.all(), writer)
+        shares = [(self._live_share(segment), segment) for segment in segments]
+        dead = [pair for pair in shares if pair[0] < SWEEP_BELOW_LIVE_SHARE]
+        for _, segment in sorted(dead, key=lambda pair: pair[0]):
+            if not self._expires_soon(segment):
+                self._compact(segment, writer)
                 break
+
+    def _live_share(self, segment: Segment) -> float:
+        live_bytes = sum(share.taken_bytes for share in self._census.live_shares(segment).values())
+        return live_bytes / payload_bytes(segment)
 
     def _expires_soon(self, segment: Segment) -> bool:
         """Whether the last of its blocks has little of the class's TTL left."""
         rules, now_s = self._rules(), self._clock.now_s()
         live = live_mask(segment, rules, now_s)
-        expiry_s, _, _ = rules.ttls.prospects(segment.uses[: len(live)][live], now_s)
+        expiry_s = rules.ttls.expiry_s(segment.uses[: len(live)][live])
         left_s = float(expiry_s.max(initial=0)) - now_s
         return left_s <= EXPIRES_SOON_SHARE * rules.ttls.ttl_s(segment.header.class_id)
 
@@ -209,12 +232,33 @@ class Reclaimer:
         deadest = min(candidates, key=lambda candidate: candidate.live_share)
         if deadest.live_share < COMPACT_BELOW_LIVE_SHARE and self._compact(deadest.segment, writer):
             return True
-        typical = float(np.median([candidate.worth for candidate in candidates]))
-        victim = least_worth(candidates, self._renewed)
-        self._reclaim(victim.segment, self._worth_keeping(victim, typical), writer)
+        if math.isnan(self._valuation.threshold):
+            self._valuation.begin_threshold(self._worths(candidate.segment)[0] for candidate in some_of(candidates))
+        victim = cheapest(candidates, self._renewed)
+        self._evict_from(victim.segment, writer)
         return True
 
+    def _price(self, segment: Segment) -> Price:
+        worth, live = self._worths(segment)
+        taken = taken_bytes(segment.lengths[: len(live)])
+        cost = self._valuation.judge(worth, live, taken, payload_bytes(segment)).cost
+        now_s = self._clock.now_s()
+        return Price(cost, middle_age_s(segment.uses[: len(live)][live], now_s), now_s)
+
+    def _evict_from(self, segment: Segment, writer: LogWriter) -> None:
+        worth, live = self._worths(segment)
+        protected = self._quotas.protected_namespaces(segment, self._census.live_shares(segment))
+        worth[np.isin(segment.namespace_ids[: len(live)], protected)] += PROTECTION
+        size_bytes = payload_bytes(segment)
+        taken = taken_bytes(segment.lengths[: len(live)])
+        keep = self._valuation.judge(worth, live, taken, size_bytes).keep
+        self._reclaim(segment, keep, writer)
+        chosen_bytes = float(taken[keep & (worth < PROTECTION)].sum())
+        dropped_bytes = size_bytes - float(taken[keep].sum())
+        self._valuation.steer(chosen_bytes, dropped_bytes, self._segments.segment_size_bytes)
+
     def _candidates(self, writer: LogWriter) -> list[_Candidate]:
+        self._prices.begin()
         return [self._candidate(segment) for segment in self._reclaimable(self._segments.all(), writer)]
 
     def _reclaimable(self, segments: Iterable[Segment], writer: LogWriter) -> list[Segment]:
@@ -234,19 +278,21 @@ class Reclaimer:
         shares = {namespace_id: share for namespace_id, share in summary.shares.items() if namespace_id in tenants}
         live_bytes = sum(share.taken_bytes for share in shares.values())
         protected_bytes = sum(shares[ns].taken_bytes for ns in self._quotas.protected_namespaces(segment, shares))
-        return _Candidate(segment, live_bytes, segment_worth(summary, self._clock.now_s(), live_bytes, protected_bytes))
+        protection = PROTECTION * protected_bytes / live_bytes if live_bytes else 0.0
+        return _Candidate(segment, live_bytes, self._prices.about(segment, self._clock.now_s()) + protection)
 
     def _renewed(self, candidate: _Candidate) -> _Candidate:
-        self._census.renew(candidate.segment)
+        self._prices.renew(candidate.segment)
         return self._candidate(candidate.segment)
 
-    def _worth_keeping(self, victim: _Candidate, typical: float) -> NDArray[np.bool_]:
-        segment, rules, now_s = victim.segment, self._rules(), self._clock.now_s()
-        protected = self._quotas.protected_namespaces(segment, self._census.live_shares(segment))
+    def _worths(self, segment: Segment) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """What the slots' blocks are worth, and which of them live."""
+        rules, now_s = self._rules(), self._clock.now_s()
         live = live_mask(segment, rules, now_s)
         uses = segment.uses[: len(live)]
-        is_protected = np.isin(uses[:, fmt.USE_NAMESPACE], protected)
-        return worth_keeping(uses, live, is_protected, rules.ttls, typical, now_s, payload_bytes(segment))
+        worth = self._valuation.worth(uses, now_s)
+        worth[self._valuation.lost(segment.tags[: len(live)], live, now_s)] = 0
+        return worth, live
 
     def _compact(self, segment: Segment, writer: LogWriter) -> bool:
         """Reclaim a segment by moving all that lives in it; False if that cannot be done now."""
@@ -279,7 +325,9 @@ class Reclaimer:
         keys = row_keys(rows)
         size_bytes = int(taken_bytes(segment.lengths[kept]).sum())
         moved = None
+        streams = len(np.unique(self._levels(segment.uses[kept])))
         needed = size_bytes + self._limits.move_slack + self._index.growth_bytes(len(kept))
+        needed += max(0, streams - 1) * NEW_SEGMENT_BYTES
         if self.used_bytes() + needed <= self._capacity_bytes:
             moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
@@ -287,7 +335,7 @@ class Reclaimer:
                 return False
             moved = {}
         dropped = np.setdiff1d(np.arange(segment.slot_count), list(moved))
-        self._count_losses(segment, dropped)
+        self._count_losses(segment, rows, dropped)
         removed = [(keys[slot], BlockAddr(segment.segment_id, slot)) for slot in dropped[whole[dropped]].tolist()]
         segment.moving = bool(moved)
         segment.flag(np.arange(segment.slot_count), fmt.FLAG_EVICTED)
@@ -362,10 +410,14 @@ class Reclaimer:
         moved: dict[int, BlockAddr] = {}
         size_max = max(1, int(segment.lengths.max(initial=0)))
         step = max(1, _MOVED_BYTES_AT_A_TIME // size_max)
+        levels = self._levels(segment.uses[kept])
         try:
-            for first in range(0, len(kept), step):
-                part = kept[first : first + step].tolist()
-                moved |= self._move_some(segment, rows, keys, part, writer, may_lose=may_lose)
+            for level in np.unique(levels).tolist():
+                stream = Stream(segment.header.class_id, level, moved=True)
+                alike = kept[levels == level].tolist()
+                for first in range(0, len(alike), step):
+                    part = alike[first : first + step]
+                    moved |= self._move_some(segment, rows, keys, part, stream, writer, may_lose=may_lose)
         except OSError as error:
             for addr in moved.values():
                 writer.flag(addr, fmt.FLAG_DELETED)
@@ -381,6 +433,7 @@ class Reclaimer:
         rows: NDArray[np.void],
         keys: Sequence[bytes],
         kept: Sequence[int],
+        stream: Stream,
         writer: LogWriter,
         *,
         may_lose: bool,
@@ -396,16 +449,21 @@ class Reclaimer:
                 raise
             if payload is not None:
                 # Not checked here: the checksum moves along, and whoever reads the block checks it.
-                entries.append(NewEntry(keys[slot], fmt.Entry.of_row(rows[slot]), payload))
+                entries.append(NewEntry(keys[slot], fmt.Entry.of_row(rows[slot]), payload, int(segment.tags[slot, 1])))
                 slots.append(slot)
-        addrs = writer.rewrite(segment.header.class_id, entries, segment.uses[slots].copy())
+        addrs = writer.rewrite(stream, entries, segment.uses[slots].copy())
         return dict(zip(slots, addrs, strict=True))
 
-    def _count_losses(self, segment: Segment, dropped: NDArray[np.intp]) -> None:
+    def _levels(self, uses: NDArray[np.uint32]) -> NDArray[np.intp]:
+        return self._valuation.levels(self._valuation.worth(uses, self._clock.now_s()))
+
+    def _count_losses(self, segment: Segment, rows: NDArray[np.void], dropped: NDArray[np.intp]) -> None:
         # The others were counted when they were flagged, or their namespace dropped.
         rules, now_s = self._rules(), self._clock.now_s()
         live, expired = live_mask(segment, rules, now_s), expired_mask(segment, rules, now_s)
         self._counters.add(blocks_evicted=int(live[dropped].sum()), blocks_expired=int(expired[dropped].sum()))
+        ended = dropped[last_use_s(segment.uses[dropped]) > 0]
+        self._valuation.drop(row_tags(rows[ended]), segment.uses[ended], live[ended], now_s)
 
 
 def _payload(segment: Segment, row: np.void) -> bytearray | None:

@@ -20,6 +20,7 @@ from kvstore.clock_file import CLOCK_FILE, ClockFile, short_boot_id
 from kvstore.config import OTHER_TENANTS
 from kvstore.counters import StoreCounters
 from kvstore.data_dir import DataDir
+from kvstore.dropped import tags_of
 from kvstore.errors import (
     InvalidArgumentError,
     KvStoreError,
@@ -40,6 +41,7 @@ from kvstore.log.check import Alive, whole_rows
 from kvstore.log.device import Device, FileDevice
 from kvstore.log.reader import BlockReader, ReadRequest
 from kvstore.log.segments import SegmentSet
+from kvstore.log.streams import crowded
 from kvstore.log.writer import TICK_S, LogWriter, NewEntry, Outcome, PutJob, storage_error
 from kvstore.match_counters import MatchCounters
 from kvstore.quotas import Quota, QuotaBook, Quotas
@@ -64,6 +66,7 @@ from kvstore.types import (
     TokenCounts,
     Usage,
 )
+from kvstore.worth import Valuation
 from kvstore_api.checksum import block_checksum
 from kvstore_api.limits import HASH_BYTES, MAX_STATE_BYTES
 from kvstore_api.namespace import NamespaceDigest, NamespaceSpecError
@@ -161,6 +164,7 @@ class LocalStore:
         self._skip_segment_ids()
         self._mint = LeaseMint(catalog.secret)
         self._reader = BlockReader(self._segments, self.counters, self._correct_index)
+        self._valuation = Valuation(lambda: self._rules.ttls)
         self._census = Census(lambda: self._rules, self._clock)
         self._adopt_classes(traffic_classes)
         self._all_quotas = _quotas(self._catalog, traffic_classes, tenants)
@@ -181,6 +185,7 @@ class LocalStore:
             config=config,
             small_files_bytes=data_dir.small_files_bytes,
             rules=lambda: self._rules,
+            valuation=self._valuation,
         )
         self._writer = LogWriter(
             self._segments,
@@ -189,6 +194,8 @@ class LocalStore:
             self.counters,
             live=self._is_live,
             admission=self._quotas,
+            valuation=self._valuation,
+            crowded=lambda: crowded(len(self._segments.all()), config.capacity, self._segments.segment_size_bytes),
             new_segment=self._new_segment,
             make_room=lambda need_bytes, entries: self._reclaimer.make_room(need_bytes, self._writer, entries),
             housekeeping=self._tick,
@@ -452,7 +459,7 @@ class LocalStore:
         """
         record = self._class(traffic_class)
         wanted_s = self._config.lease_s if lease_s is None else lease_s
-        if not (math.isfinite(wanted_s) and wanted_s > 0):
+        if not (math.isfinite(wanted_s) and (wanted_s > 0 or lease_s is None)):
             raise InvalidArgumentError(f"lease is {wanted_s} s, it must be positive")
         now_s = self._clock.now_s()
         deadline_s = now_s + min(wanted_s, self._config.lease_max_s)
@@ -558,7 +565,7 @@ class LocalStore:
     def _lease(self, places: Sequence[_Place], deadline_s: float) -> bool:
         """Note the lease in the segments; False if one is retired, in which case the note may have come too late."""
         segments = {segment.segment_id: segment for segment, _, _ in places}.values()
-        for segment in segments:
+        for segment in segments if deadline_s > self._clock.now_s() else ():
             segment.extend_lease(math.ceil(deadline_s))
         return all(segment.state != fmt.STATE_RETIRED for segment in segments)
 
@@ -570,8 +577,9 @@ class LocalStore:
         self._touch(places, class_id, later_s)
 
     def _touch(self, places: Sequence[_Place], class_id: ClassId, now_s: int) -> None:
-        for segment, _, slots in places:
-            segment.touch(slots, class_id, now_s)
+        before = [segment.touch(slots, class_id, now_s) for segment, _, slots in places]
+        if before:
+            self._valuation.note_use(np.concatenate(before), now_s)
 
     def read(
         self,
@@ -730,7 +738,7 @@ class LocalStore:
             create_time_s=int(self._clock.now_s()),
             checksum=block.checksum,
         )
-        return NewEntry(key, entry, block.data)
+        return NewEntry(key, entry, block.data, _parent_tag(chain, block.block))
 
     def _submit(
         self, record: ClassRecord, entries: Sequence[NewEntry], results: Callable[[list[Outcome]], list[PutResult]]
@@ -778,6 +786,7 @@ class LocalStore:
         try:
             for segment, slots, blocks in self._to_delete(namespace, chain, first_block, block_count, now_s):
                 segment.flag(slots, fmt.FLAG_DELETED)
+                self._valuation.withdraw(segment.tags[slots, 0], now_s)
                 deleted += blocks
         finally:
             if self._config.durability == "sync":
@@ -857,7 +866,8 @@ class LocalStore:
             return None
         state = self._read_state_at(namespace, prefix_hash, name_hash, segment, slot)
         if state is not None and record.traffic_class.refresh is RefreshRule.ON_ACCESS:
-            segment.touch(np.array([slot]), record.class_id, int(self._clock.now_s()))
+            now_s = int(self._clock.now_s())
+            self._valuation.note_use(segment.touch(np.array([slot]), record.class_id, now_s), now_s)
         return state
 
     def _read_state_at(
@@ -939,7 +949,8 @@ class LocalStore:
                 checksum=checksum,
                 seed_byte=prefix_hash[fmt.ANCHOR_BYTES],
             )
-            entries.append(NewEntry(state_key(namespace.namespace_id, prefix_hash, name_hash), entry, data))
+            key = state_key(namespace.namespace_id, prefix_hash, name_hash)
+            entries.append(NewEntry(key, entry, data, int(tags_of([prefix_hash])[0])))
         self.counters.add(blocks_rejected=len(rejected))
         only = [PutBlock(0, data, checksum)]
         results = self._submit(
@@ -1093,6 +1104,7 @@ class LocalStore:
         for segment, slots in chosen:
             if len(slots):
                 segment.flag(slots, fmt.FLAG_EVICTED)
+                self._valuation.withdraw(segment.tags[slots, 0], self._clock.now_s())
                 self.counters.add(**{counter: len(slots)})
         if self._config.durability == "sync":
             self._segments.sync_flags()
@@ -1223,6 +1235,10 @@ class LocalStore:
             self._save(catalog)
             self._catalog = catalog
         self._next_segment_id, self._segment_ids_end = first, catalog.next_segment_id
+
+
+def _parent_tag(chain: Chain, block: int) -> int:
+    return int(tags_of([chain[block - 1]])[0]) if block else 0
 
 
 def _numbers(slots: slice | NDArray[np.intp]) -> NDArray[np.intp]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstore.clock import ManualClock
 from kvstore.config import DEFAULT_TRAFFIC_CLASSES, StoreConfig
-from kvstore.log.writer import Stream
+from kvstore.log.streams import Stream
 from kvstore.store import LocalStore
 from kvstore.types import PutBlock
 from kvstore_api.chain import Chain

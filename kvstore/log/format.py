@@ -82,8 +82,9 @@ USE_FLAGS = 0
 FIRST_CLASS_COLUMN, LAST_CLASS_COLUMN = 1, 13  # last use by the class of that id, seconds since the epoch, 0 = never
 # As in the slot's row, so that counting and reclaiming read no rows. Never trusted for what is handed out.
 USE_NAMESPACE, USE_LENGTH = 14, 15
-REUSED = 1 << 31  # in the length's column: used again after it was stored
-LENGTH_MASK = REUSED - 1
+# In the length's column: used again after it was stored, and again after that.
+REUSED, REUSED_OFTEN = 1 << 31, 1 << 30
+LENGTH_MASK = REUSED_OFTEN - 1
 FLAG_EVICTED = 1  # no longer offered; a lease given before may still read it
 FLAG_DELETED = 2  # deleted by a caller, or damaged: not readable even under a lease
 

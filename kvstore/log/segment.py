@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvstore.errors import CorruptDataDirError, ForeignSegmentError
+from kvstore.expiry import last_use_s
 from kvstore.log import format as fmt
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class Segment:
         self.suspects: dict[int, float] = {}
         self.unlink_failed = False  # so that it is told once; writer thread only
         self.slot_count = 0  # slots handed out; writer thread only, then constant
+        # What `kvstore.dropped` knows each slot's block by, and the one before it in its chain; 0 for those of an earlier process.
+        # With room for more slots; writer thread only.
+        self._tags = np.zeros((0, 2), dtype=np.uint64)
         self.end_bytes = self.layout.payload_offset  # where the next payload goes; writer thread only
         # Rises with whatever may end a slot's life or add one, before and after it: what was counted in between is not final.
         self.changes = 0
@@ -153,7 +157,7 @@ class Segment:
         before = self._read_uses(first_slot, len(rows))
         uses = before.copy()
         uses[:, fmt.USE_NAMESPACE] = rows["namespace_id"]
-        uses[:, fmt.USE_LENGTH] = rows["length_bytes"] | (uses[:, fmt.USE_LENGTH] & fmt.REUSED)
+        uses[:, fmt.USE_LENGTH] = rows["length_bytes"] | (uses[:, fmt.USE_LENGTH] & ~np.uint32(fmt.LENGTH_MASK))
         if not np.array_equal(uses, before):
             with contextlib.suppress(OSError):  # blocks of no namespace are dead, and their space comes back
                 self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
@@ -199,18 +203,36 @@ class Segment:
         """Shape (slot_count,)."""
         return self._uses[: self.slot_count, fmt.USE_NAMESPACE]
 
+    @property
+    def tags(self) -> NDArray[np.uint64]:
+        """Shape (slot_count, 2): tags of each slot's block, and of the one before it in its chain; writer thread only."""
+        self._make_room_for_tags()
+        return self._tags[: self.slot_count]
+
+    def _make_room_for_tags(self) -> None:
+        if len(self._tags) < self.slot_count:
+            room = np.zeros((min(self.header.row_capacity, 2 * self.slot_count), 2), dtype=np.uint64)
+            room[: len(self._tags)] = self._tags
+            self._tags = room
+
     def has_room(self, size_bytes: int, segment_size_bytes: int) -> bool:
         """Whether a payload of that size fits, in rows and in bytes."""
         return (
             self.slot_count < self.header.row_capacity and self.end_bytes + fmt.align(size_bytes) <= segment_size_bytes
         )
 
-    def append(self, entries: Sequence[tuple[fmt.Entry, Buffer]], uses: NDArray[np.uint32]) -> int:
+    def append(
+        self,
+        entries: Sequence[tuple[fmt.Entry, Buffer]],
+        uses: NDArray[np.uint32],
+        tags: NDArray[np.uint64],
+    ) -> int:
         """Write payloads, then use rows, then rows; returns the first slot.
 
         Args:
             entries: what each row says, and its payload.
-            uses: shape (len(entries), 16): the use rows; namespace id and length are filled in, beside whether it was reused.
+            uses: shape (len(entries), 16): the use rows; namespace id and length are filled in, beside how often it was used.
+            tags: shape (len(entries), 2): of the blocks, and of those before them.
         Raises: OSError: nothing of it counts, and the segment must not be appended to again.
         """
         first_slot, offset = self.slot_count, self.end_bytes
@@ -227,7 +249,7 @@ class Segment:
             offset += entry.length_bytes + padding
         uses[:, fmt.USE_NAMESPACE] = [entry.namespace_id for entry, _ in entries]
         lengths = np.array([entry.length_bytes for entry, _ in entries], dtype=np.uint32)
-        uses[:, fmt.USE_LENGTH] = lengths | (uses[:, fmt.USE_LENGTH] & fmt.REUSED)
+        uses[:, fmt.USE_LENGTH] = lengths | (uses[:, fmt.USE_LENGTH] & ~np.uint32(fmt.LENGTH_MASK))
         self._device.write(self._descriptor, buffers, self.end_bytes)
         self._device.write(self._descriptor, [uses.tobytes()], self.layout.use_offset(first_slot))
         try:
@@ -237,6 +259,8 @@ class Segment:
             self.flag(np.arange(first_slot, first_slot + len(entries)), fmt.FLAG_DELETED)
             raise
         self.slot_count, self.end_bytes = first_slot + len(entries), offset
+        self._make_room_for_tags()
+        self._tags[first_slot : self.slot_count] = tags
         self.changes += 1
         return first_slot
 
@@ -281,12 +305,13 @@ class Segment:
             self.changes += 1
             self.flags_unsynced = True
 
-    def touch(self, slots: NDArray[np.integer] | slice, class_id: int, now_s: int) -> None:
-        """Note a use of the slots by a class."""
-        column, marked = self._uses[:, class_id], self._uses[:, fmt.USE_LENGTH]
-        # Within the second in which a block was stored a use is a part of storing it.
-        marked[slots] |= np.where(column[slots] < now_s, np.uint32(fmt.REUSED), np.uint32(0))
+    def touch(self, slots: NDArray[np.integer] | slice, class_id: int, now_s: int) -> NDArray[np.uint32]:
+        """Note a use of the slots by a class; returns their use rows as they were, shape (n, 16)."""
+        before: NDArray[np.uint32] = self._uses[slots].copy()
+        column = self._uses[:, class_id]
+        self._uses[slots, fmt.USE_LENGTH] = used_once_more(before, now_s)
         column[slots] = np.maximum(column[slots], np.uint32(now_s))
+        return before
 
     def read_rows(self, first_slot: int, count: int) -> NDArray[np.void]:
         """The rows of consecutive slots; all zero where the file is short."""
@@ -320,6 +345,27 @@ class Segment:
     def allocated_bytes(self) -> int:
         """What `du` counts for the file."""
         return self._device.allocated_bytes(self._descriptor)
+
+
+def used_once_more(uses: NDArray[np.uint32], now_s: int) -> NDArray[np.uint32]:
+    """What the lengths' column says after a use. Shape (n, 16) -> (n,)."""
+    marked = uses[:, fmt.USE_LENGTH]
+    seen = np.uint32(fmt.REUSED) | (marked & np.uint32(fmt.REUSED)) >> np.uint32(1)
+    # Within the second in which a block was stored a use is a part of storing it, whichever class it is by.
+    return np.where(last_use_s(uses) < now_s, marked | seen, marked)
+
+
+def uses_seen(uses: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Shape (n, 16) -> (n,): 0 for blocks that were used since they were stored never, 1 once, 2 more often."""
+    marked = uses[:, fmt.USE_LENGTH]
+    return (marked >> np.uint32(31)) + (marked >> np.uint32(30) & np.uint32(1))
+
+
+def marks_of(seen: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """The other way round: what the lengths' column has beside the length."""
+    marks = np.array([0, fmt.REUSED, fmt.REUSED | fmt.REUSED_OFTEN], dtype=np.uint32)
+    found: NDArray[np.uint32] = marks[seen]
+    return found
 
 
 def payload_lengths(uses: NDArray[np.uint32]) -> NDArray[np.uint32]:

@@ -19,8 +19,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
+from kvstore.dropped import tags_of
 from kvstore.errors import KvStoreError, StorageError, StoreFullError
 from kvstore.log import format as fmt
+from kvstore.log.segment import marks_of
+from kvstore.log.streams import Lanes, Stream
+from kvstore.reuse import USES_SEEN
 from kvstore.traffic import RefreshRule
 from kvstore.types import BlockAddr
 from kvstore_api.results import PutStatus
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     from kvstore.index import BlockIndex
     from kvstore.log.segment import Segment
     from kvstore.log.segments import SegmentSet
+    from kvstore.worth import Valuation
 
 T = TypeVar("T")
 
@@ -57,6 +62,7 @@ class NewEntry:
     key: bytes
     entry: fmt.Entry
     payload: Buffer
+    parent_tag: int = 0  # what `kvstore.dropped` knows the block before it by; 0: there is none, or it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +97,6 @@ class Task:
     run: Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What an open segment takes: new blocks of a class, or old ones of it that reclaims have moved.
-
-    Apart, because their times differ, and a segment whose blocks expire together goes as a whole.
-    """
-
-    class_id: int
-    moved: bool = False
-
-
 class Admission(Protocol):
     """Who may store more; see `quotas.py`."""
 
@@ -122,6 +117,7 @@ class _Pending:
     class_id: int
     waiting: list[tuple[PutJob, int]]
     replaced: BlockAddr | None
+    uses_seen: int = 0  # before it was evicted, as far as that is known
     addr: BlockAddr | None = None
     error: KvStoreError | None = None
 
@@ -138,6 +134,8 @@ class LogWriter:
         *,
         live: Callable[[BlockAddr], bool],
         admission: Admission,
+        valuation: Valuation,
+        crowded: Callable[[], bool],
         new_segment: Callable[[int], Segment],
         make_room: Callable[[int, int], None],
         housekeeping: Callable[[], None],
@@ -148,6 +146,7 @@ class LogWriter:
         """Args: tick_s: seconds between two times of housekeeping; None: it is done by whoever opened the store."""
         self._segments, self._index, self._clock, self._counters = segments, index, clock, counters
         self._live, self._admission, self._new_segment = live, admission, new_segment
+        self._valuation = valuation
         self._make_room, self._housekeeping = make_room, housekeeping
         self._durable = durable
         self._tick_s = math.inf if tick_s is None else tick_s
@@ -157,6 +156,12 @@ class LogWriter:
         self._queued_bytes = 0  # guarded by _lock
         self._closed = False  # guarded by _lock
         self._open: dict[Stream, Segment] = {}  # writer thread only
+        self._lanes = Lanes(
+            self._open,
+            lambda segment: segment.tags[:, 0],
+            crowded,
+            segments.segment_size_bytes,
+        )
         # Segments with rows the index does not know yet: of puts, and of moves. Writer thread only.
         self.uncommitted: set[int] = set()
         self._uncommitted_moves: set[int] = set()
@@ -262,14 +267,29 @@ class LogWriter:
     def _write_and_commit(self, jobs: list[PutJob]) -> None:
         now_s = int(self._clock.now_s())
         pending = self._sort_out(jobs, now_s)
-        by_class: dict[int, list[_Pending]] = defaultdict(list)
-        for item in pending:
-            by_class[item.class_id].append(item)
-        for class_id, items in by_class.items():
-            self._append(class_id, items, now_s)
+        for stream, items in self._by_stream(pending).items():
+            self._append(stream, items, now_s)
+        for stream in self._lanes.surplus():
+            self.seal(stream)
         written = [item for item in pending if item.addr is not None]
         self._make_findable(written)
         self._answer(pending)
+
+    def _by_stream(self, pending: list[_Pending]) -> dict[Stream, list[_Pending]]:
+        """Where to write what."""
+        by_put: dict[int, list[_Pending]] = defaultdict(list)
+        for item in pending:
+            by_put[id(item.waiting[0][0])].append(item)
+        by_stream: dict[Stream, list[_Pending]] = defaultdict(list)
+        levels: dict[int, list[int]] = {}
+        for items in by_put.values():
+            first, last, class_id = items[0].new, items[-1].new.entry, items[0].class_id
+            lane = self._lanes.of(class_id, first.parent_tag, (last.position + 1) * fmt.align(last.length_bytes))
+            if class_id not in levels:
+                levels[class_id] = self._valuation.levels_of_new(class_id, np.arange(USES_SEEN)).tolist()
+            for item in items:
+                by_stream[Stream(class_id, levels[class_id][item.uses_seen], lane=lane)].append(item)
+        return by_stream
 
     def _sort_out(self, jobs: list[PutJob], now_s: int) -> list[_Pending]:
         """Answer what is there already; what is left has to be written, once each."""
@@ -287,7 +307,18 @@ class LogWriter:
                     pending[new.key].waiting.append((job, position))
                 else:
                     pending[new.key] = _Pending(new, class_id, [(job, position)], addr)
-        return [item for item in pending.values() if not self._refuse(item)]
+        accepted = {key: item for key, item in pending.items() if not self._refuse(item)}
+        refused = pending.keys() - accepted.keys()
+        self._recognize([new for job in jobs for new in job.entries if new.key not in refused], accepted, now_s)
+        return list(accepted.values())
+
+    def _recognize(self, entries: list[NewEntry], accepted: dict[bytes, _Pending], now_s: int) -> None:
+        """Blocks that were evicted come back with what is known of them. Args: entries: those there already too."""
+        is_new = np.array([new.key in accepted for new in entries], dtype=bool)
+        seen = self._valuation.arrive(tags_of([new.entry.prefix_hash for new in entries]), is_new, now_s)
+        for slot, uses_seen in zip(np.flatnonzero(is_new).tolist(), seen.tolist(), strict=True):
+            item = accepted[entries[slot].key]
+            item.uses_seen = max(item.uses_seen, uses_seen)
 
     def _refuse(self, item: _Pending) -> bool:
         """Answer a block that a quota leaves no room for."""
@@ -305,11 +336,10 @@ class LogWriter:
             return
         known = segment.uses[addr.slot, record.class_id] != 0
         if record.traffic_class.refresh is RefreshRule.ON_ACCESS or not known:
-            segment.touch(np.array([addr.slot]), record.class_id, now_s)
+            self._valuation.note_use(segment.touch(np.array([addr.slot]), record.class_id, now_s), now_s)
 
-    def _append(self, class_id: int, items: list[_Pending], now_s: int) -> None:
-        """Write items to the class's open segments, rolling as they fill. Failed items get an error, the others an address."""
-        stream = Stream(class_id)
+    def _append(self, stream: Stream, items: list[_Pending], now_s: int) -> None:
+        """Write items to the stream's open segments, rolling as they fill. Failed items get an error, the others an address."""
         start = 0
         while start < len(items):
             batch: list[_Pending] = []
@@ -341,13 +371,13 @@ class LogWriter:
             raise StorageError(f"a block of {size_bytes} bytes fits into no segment")
         payload_bytes = sum(fmt.align(item.new.entry.length_bytes) for item in batch)
         table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-        self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, self._unindexed + len(batch))
+        self._make_room(payload_bytes + table_bytes + NEW_SEGMENT_BYTES, self._unindexed + len(batch))
         return self._fitting(self._segment_with_room(stream, size_bytes), batch)
 
     def _segment_with_room(self, stream: Stream, size_bytes: int) -> Segment:
         segment = self._roomy(stream, size_bytes)
         if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES, self._unindexed)
+            self._make_room(NEW_SEGMENT_BYTES, self._unindexed)
             segment = self._open[stream] = self._new_segment(stream.class_id)
         return segment
 
@@ -375,8 +405,11 @@ class LogWriter:
         uses = np.zeros((len(batch), fmt.USE_COLUMNS), dtype="<u4")
         for row, item in enumerate(batch):
             uses[row, [job.traffic_class.class_id for job, _ in item.waiting]] = now_s
+        uses[:, fmt.USE_LENGTH] = marks_of(np.array([item.uses_seen for item in batch]))
         try:
-            first_slot = segment.append([(item.new.entry, item.new.payload) for item in batch], uses)
+            tags = _tags([item.new for item in batch])
+            first_slot = segment.append([(item.new.entry, item.new.payload) for item in batch], uses, tags)
+            self._valuation.place(segment.segment_id, tags)
             if self._durable:
                 self._sync(segment, first_slot, len(batch))
         finally:
@@ -485,18 +518,16 @@ class LogWriter:
         for stream in [stream for stream, other in self._open.items() if other is segment]:
             self.seal(stream)
 
-    def rewrite(self, class_id: int, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
+    def rewrite(self, stream: Stream, entries: Sequence[NewEntry], uses: NDArray[np.uint32]) -> list[BlockAddr]:
         """Append entries that are moved, with their use rows; writer thread only.
 
         The caller commits the index and then calls `moves_committed`.
-
-        Args: class_id: of the segment they come from.
 
         Needs room for them already: it never reclaims. Raises: OSError: none of them counts.
         """
         addrs: list[BlockAddr] = []
         try:
-            self._rewrite(Stream(class_id, moved=True), entries, uses, addrs)
+            self._rewrite(stream, entries, uses, addrs)
         except OSError:
             for addr in addrs:
                 self.flag(addr, fmt.FLAG_DELETED)
@@ -513,9 +544,10 @@ class LogWriter:
                 segment = self._open[stream] = self._new_segment(stream.class_id)
             batch = rest[: max(1, self._room_for(segment, rest))]
             try:
-                slot = segment.append(
-                    [(new.entry, new.payload) for new in batch], uses[len(addrs) : len(addrs) + len(batch)]
-                )
+                part = uses[len(addrs) : len(addrs) + len(batch)]
+                tags = _tags(batch)
+                slot = segment.append([(new.entry, new.payload) for new in batch], part, tags)
+                self._valuation.place(segment.segment_id, tags)
             except OSError:
                 self.seal(stream)
                 raise
@@ -531,7 +563,13 @@ class LogWriter:
 
 
 # A new file's header page, and the first page of each table.
-_NEW_SEGMENT_BYTES = 4 * fmt.ALIGNMENT_BYTES
+NEW_SEGMENT_BYTES = 4 * fmt.ALIGNMENT_BYTES
+
+
+def _tags(entries: Sequence[NewEntry]) -> NDArray[np.uint64]:
+    """Shape (n, 2): as `Segment.append` wants them."""
+    own = tags_of([new.entry.prefix_hash for new in entries])
+    return np.stack([own, np.array([new.parent_tag for new in entries], dtype=np.uint64)], axis=1)
 
 
 def _written_bytes(new: NewEntry) -> int:

@@ -46,12 +46,13 @@ def test_a_moved_block_that_was_deleted_does_not_come_back_with_its_old_file(tmp
         device = PowerLossDevice(tmp_path / str(seed), seed)
         store = open_durable(device.root, device)
         namespace = store.register_namespace(spec(4000))
-        kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
-        put(store, namespace, kept)
-        put(store, namespace, dead)
+        kept, *dead = (chain_of(namespace, conversation, 1) for conversation in range(10, 15))
+        for chain in (kept, *dead):
+            put(store, namespace, chain)
         seal(store)
         put(store, namespace, chain_of(namespace, 3, 1))  # the segment that the block moves to
-        store.delete(namespace, dead, 0, 4)
+        for chain in dead:
+            store.delete(namespace, chain, 0, 1)
         if leased:
             store.match(namespace, kept)
         moved_from = store.find_blocks(kept[0].hex())[0].addr
@@ -129,12 +130,13 @@ def test_a_block_whose_move_the_index_refused_survives_although_its_flag_reached
         device = PowerLossDevice(tmp_path / str(seed), seed)
         store = open_durable(device.root, device)
         namespace = store.register_namespace(spec(4000))
-        kept, dead = chain_of(namespace, 1, 1), chain_of(namespace, 2, 4)
-        put(store, namespace, kept)
-        put(store, namespace, dead)
+        kept, *dead = (chain_of(namespace, conversation, 1) for conversation in range(10, 15))
+        for chain in (kept, *dead):
+            put(store, namespace, chain)
         seal(store)
         put(store, namespace, chain_of(namespace, 3, 1))
-        store.delete(namespace, dead, 0, 4)
+        for chain in dead:
+            store.delete(namespace, chain, 0, 1)
         old, refused = store._segments.all()[0], []
 
         def refuse(put_, remove=(), old=old, refused=refused):

@@ -13,7 +13,6 @@ from kvstore.config import TrafficClassConfig
 from kvstore.log import format as fmt
 from kvstore.log.segment import Segment
 from kvstore.types import EvictSelection, Usage
-from kvstore.worth import segment_worth
 from stores import chain_of, open_store, put, spec
 
 CLASSES = {"short": TrafficClassConfig(ttl_s=50), "long": TrafficClassConfig(ttl_s=500)}
@@ -133,24 +132,6 @@ def test_what_use_rows_repeat_is_mended_when_rows_have_to_be_read(tmp_path, cloc
     assert np.array_equal(segment.lengths, [512] * 6)
     assert store.status().live.blocks == 4
     assert store.match(namespace, chain).hit_length_blocks == 2
-    store.close()
-
-
-def test_a_segments_worth_is_that_of_its_colder_half(tmp_path, clock):
-    store = open_store(tmp_path, clock, traffic_classes={"agent": TrafficClassConfig(ttl_s=100)})
-    namespace = store.register_namespace(spec())
-    cold, hot = chain_of(namespace, 1, 10), chain_of(namespace, 2, 10)
-    put(store, namespace, cold)
-    put(store, namespace, hot)
-    clock.advance(50)
-    store.match(namespace, hot)
-    (segment,) = store._segments.all()
-    summary = store._census.renew(segment)
-    assert (summary.worth, summary.fading) == (pytest.approx(0.5), pytest.approx(0.01))
-    live_bytes = 20 * 4096
-    assert segment_worth(summary, clock.now_s() + 20, live_bytes, 0) == pytest.approx(0.3)
-    assert segment_worth(summary, clock.now_s() + 90, live_bytes, 0) == 0
-    assert segment_worth(summary, clock.now_s(), live_bytes, live_bytes // 4) == pytest.approx(0.75)
     store.close()
 
 

@@ -43,7 +43,7 @@ def test_the_worked_examples_are_what_the_code_writes(tmp_path):
     segment = Segment.create(tmp_path / segment_name(SegmentId(7)), FileDevice(), HEADER)
     uses = np.zeros((1, fmt.USE_COLUMNS), dtype="<u4")
     uses[0, ENTRY.class_id] = ENTRY.create_time_s
-    segment.append([(ENTRY, b"12345")], uses)
+    segment.append([(ENTRY, b"12345")], uses, np.zeros((1, 2), dtype=np.uint64))
     assert segment.uses[0].tobytes() == use
     assert segment.read_rows(0, 1)["length_bytes"][0] == 5
     assert fmt.encode_seal(SegmentId(7), 1, 16_384) == seal

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.clock import ManualClock
 from kvstore.config import TenantConfig, TrafficClassConfig
-from kvstore.worth import payload_bytes, worth_keeping
+from kvstore.worth import PROTECTION, payload_bytes
 from kvstore_api.results import PutStatus
 from stores import assert_whole, chain_of, du_bytes, get, open_store, payload, put, spec
 
@@ -204,16 +204,18 @@ def test_what_is_within_a_share_is_moved_out_of_a_segment_that_goes(tmp_path, cl
     put(store, crowd, chain_of(crowd, 1, 5))
     store.match(crowd, chain_of(crowd, 1, 2))
     (segment,) = store._segments.all()
-    live, ttls, now_s = store._live_mask(segment), store._rules.ttls, clock.now_s()
+    live, valuation = store._live_mask(segment), store._valuation
     protected = store._quotas.protected_namespaces(segment, [vip.namespace_id, crowd.namespace_id])
     assert protected == [vip.namespace_id]
-    uses = segment.uses[: len(live)]
-    is_protected = np.isin(segment.namespace_ids, protected)
-    keep = worth_keeping(uses, live, is_protected, ttls, 0.9999999, now_s, payload_bytes(segment))
-    assert keep.tolist() == [True] * 3 + [True] + [False] * 4  # half of the segment: the protected first, though colder
-    nobody = np.zeros(len(live), dtype=bool)
-    keep = worth_keeping(uses, live, nobody, ttls, 0.9999999, now_s, payload_bytes(segment))
-    assert keep.tolist() == [False] * 3 + [True] * 4 + [False]
+    worth = valuation.worth(segment.uses[: len(live)], clock.now_s())
+    valuation.begin_threshold([worth / 100])
+    taken = np.full(len(live), PAGE)
+    protection = PROTECTION * np.isin(segment.namespace_ids, protected)
+    verdict = valuation.judge(worth + protection, live, taken, payload_bytes(segment))
+    # Three quarters of the segment: the protected first, though colder.
+    assert verdict.keep.tolist() == [True] * 6 + [False] * 2
+    verdict = valuation.judge(worth, live, taken, payload_bytes(segment))
+    assert verdict.keep.tolist() == [True] + [False] * 2 + [True] * 5
     store.close()
 
 

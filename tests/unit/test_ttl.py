@@ -148,7 +148,7 @@ def test_no_use_revives_what_has_expired(tmp_path, clock, use, refresh):
     store.close()
 
 
-def test_worth_is_the_part_of_the_ttl_that_is_left_by_the_class_that_gives_most(tmp_path, clock):
+def test_a_block_expires_when_the_class_that_gives_most_says_so(tmp_path, clock):
     store = open_store(tmp_path, clock, traffic_classes=classes(short=100, long=1000))
     ttls, now_s = store._rules.ttls, clock.now_s()
     uses = np.zeros((5, fmt.USE_COLUMNS), dtype="<u4")
@@ -156,14 +156,7 @@ def test_worth_is_the_part_of_the_ttl_that_is_left_by_the_class_that_gives_most(
     uses[1, 1] = now_s - 75
     uses[2, 1], uses[2, 2] = now_s - 75, now_s - 500  # short: 0.25 left, long: 0.5
     uses[3, 2] = now_s - 1000  # expired this moment
-    expiry_s, worth, fading = ttls.prospects(uses, now_s)
-    assert worth.tolist() == [1.0, 0.25, 0.5, 0.0, 0.0]
-    assert (expiry_s - now_s).tolist() == [100, 25, 500, 0, -now_s]
-    assert fading.tolist() == [0.01, 0.01, 0.001, 0, 0]
-    uses[:, fmt.USE_LENGTH] = 500 | fmt.REUSED
-    _, worth, fading = ttls.prospects(uses, now_s)
-    assert worth.tolist() == [1.0, 0.625, 0.75, 0.0, 0.0]
-    assert fading.tolist() == [0.005, 0.005, 0.0005, 0, 0]
+    assert (ttls.expiry_s(uses) - now_s).tolist() == [100, 25, 500, 0, -now_s]
     assert ttls.live(uses, now_s).tolist() == [True, True, True, False, False]
     assert class_uses(uses).shape == (5, 13)
     assert last_use_s(uses).tolist() == [now_s, now_s - 75, now_s - 75, now_s - 1000, 0]

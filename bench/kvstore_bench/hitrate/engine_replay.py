@@ -59,7 +59,7 @@ def replay_in_engine(
     clock = ManualClock(BEGIN_S)
     store = LocalStore.open(scratch / "data", config, settings.traffic_classes(), clock, device=device, tick_s=None)
     try:
-        return run_replay(workload, _Engine(store, clock, workload, settings.block_bytes), settings.tick_s, advance)
+        return run_replay(workload, _Engine(store, clock, workload, settings.block_bytes), settings, advance)
     finally:
         store.close()
 

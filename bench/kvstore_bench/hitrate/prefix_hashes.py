@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvstore.dropped import chain_tags
 from kvstore_api.chain import Chain
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from kvstore_bench.hitrate.workload import Workload
 
 
@@ -19,6 +22,11 @@ class PrefixHashes:
     def __init__(self, unique_blocks: int) -> None:
         data = np.random.default_rng(unique_blocks).bytes(unique_blocks * HASH_BYTES)
         self._table = np.frombuffer(data, dtype=f"V{HASH_BYTES}")
+
+    @property
+    def tags(self) -> NDArray[np.uint64]:
+        """Shape (unique blocks,): what `kvstore.dropped` knows them by."""
+        return chain_tags(self._table.tobytes(), len(self._table))
 
     def chains(self, workload: Workload, request: int) -> tuple[Chain, Chain]:
         """The chain of a request, its answer included, and the part of it that the prompt asks for."""

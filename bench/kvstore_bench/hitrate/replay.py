@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore_bench.hitrate.settings import ReplaySettings
     from kvstore_bench.hitrate.workload import Workload
 
 # The first request's time by the store's clock: equal in all replays, because lives end on whole seconds.
@@ -72,30 +73,32 @@ class ReplayedStore(Protocol):
 
 
 def run_replay(
-    workload: Workload, store: ReplayedStore, tick_s: float, advance: Callable[[int], None]
+    workload: Workload, store: ReplayedStore, settings: ReplaySettings, advance: Callable[[int], None]
 ) -> tuple[NDArray[np.int64], Storage]:
     """Send every request at its time.
 
-    Args:
-        tick_s: of the workload's time, between two times of housekeeping.
-        advance: told the requests done.
+    Housekeeping is done every so many seconds, and after each segment's worth of puts: a store of thousands of segments puts
+    about one a second, so that what it reclaims it reclaims ahead of need, and leases of a second do not matter.
+
+    Args: advance: told the requests done.
     Returns: hits, shape (requests,), and what the store did from the first measured request on.
     """
     hits = np.zeros(workload.requests, dtype=np.int64)
     first = int(np.searchsorted(workload.time_s, workload.measured_from_s))
     before, resident = Counts(), _Resident()
-    now_s, next_tick_s = float(workload.time_s[0]), -np.inf
+    now_s, next_tick_s, put_bytes = float(workload.time_s[0]), -np.inf, 0
     for request, time_s in enumerate(workload.time_s.tolist()):
         store.advance(time_s - now_s)
         now_s = time_s
-        if now_s >= next_tick_s:
+        if now_s >= next_tick_s or put_bytes >= settings.segment_bytes:
             store.tick()
             resident.note(now_s, store.live_bytes())
-            next_tick_s = now_s + tick_s
+            next_tick_s, put_bytes = now_s + settings.tick_s, 0
         if request == first:
             before = store.counts()
             resident.begin(now_s)
         hits[request] = store.ask(request)
+        put_bytes += (len(workload.chain(request)) - int(hits[request])) * settings.block_bytes
         advance(request + 1)
     resident.note(now_s, store.live_bytes())
     mean, most = resident.mean_and_most()

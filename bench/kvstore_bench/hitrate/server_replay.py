@@ -49,7 +49,7 @@ def replay_over_grpc(
         KVStoreClient(ClientConfig(child.target, base_budget_s=CALL_BUDGET_S)) as client,
     ):
         handle = client.namespace(namespace_spec("hitrate", settings.block_bytes))
-        return run_replay(workload, _Server(handle, child.target, clock, workload), settings.tick_s, advance)
+        return run_replay(workload, _Server(handle, child.target, clock, workload), settings, advance)
 
 
 def _configuration(settings: ReplaySettings, scratch: Path) -> str:

@@ -10,9 +10,9 @@ from kvstore.config import StoreConfig, TrafficClassConfig
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Leases are as short as they can be: a replay's store is a small sample of a real one, in which what leases of 10 s hold back is
-# less than a thousandth of the capacity; here it could be most of it.
-LEASE_S: Final = 0.001
+# No leases: a replay's store is a small sample of a real one, in which what leases of 10 s hold back is less than a thousandth of
+# the capacity, and what puts need is reclaimed ahead; here leases of a second, the shortest, could keep a good part of it.
+LEASE_S: Final = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ReplaySettings:
                 "capacity": self.capacity_bytes,
                 "segment_size": self.segment_bytes,
                 "lease_s": LEASE_S,
-                "lease_max_s": LEASE_S,
+                "lease_max_s": 1.0,
                 "put_queue": 1 << 50,
             }
         )

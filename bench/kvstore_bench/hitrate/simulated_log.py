@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvstore.catalog import ClassRecord
-from kvstore.census import colder_half, taken_bytes
+from kvstore.census import taken_bytes
 from kvstore.expiry import TtlTable
 from kvstore.log import format as fmt
-from kvstore.log.segment import row_capacity
+from kvstore.log.segment import marks_of, row_capacity, used_once_more
+from kvstore.log.streams import Lanes, Stream, crowded
+from kvstore.log.writer import NEW_SEGMENT_BYTES
 from kvstore.store import segment_size_bytes
 from kvstore.traffic import TrafficClass
 from kvstore.types import ClassId
@@ -28,10 +30,14 @@ from kvstore.victims import (
     SWEEP_BELOW_LIVE_SHARE,
     TICKS_PER_COMPACTION,
     Limits,
+    Price,
+    Prices,
     at_once,
-    least_worth,
+    cheapest,
+    some_of,
 )
-from kvstore.worth import segment_worth, worth_keeping
+from kvstore.worth import PROTECTION, Valuation, middle_age_s
+from kvstore_bench.hitrate.prefix_hashes import PrefixHashes
 from kvstore_bench.hitrate.replay import Counts
 
 if TYPE_CHECKING:
@@ -39,10 +45,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kvstore.dropped import Tags
     from kvstore_bench.hitrate.settings import ReplaySettings
 
 _NOWHERE: Final = -1
-_NEW_SEGMENT_BYTES: Final = 4 * fmt.ALIGNMENT_BYTES
 # Of the index, as measured on the store: entries in a leaf, leaves under a branch, and the file's pages, with those that commits
 # write anew. And the sizes of all other files together.
 _ENTRIES_PER_LEAF: Final = 36
@@ -58,9 +64,6 @@ class _Summary:
     """What a segment held when it was counted."""
 
     live: int
-    worth: float
-    fading: float
-    as_of_s: float
     next_expiry_s: float
     changes: int
 
@@ -68,28 +71,24 @@ class _Summary:
 class _Segment:
     """A file: the blocks in its slots, as far as they have not moved on."""
 
-    def __init__(self, number: int, class_id: int, rows: int) -> None:
-        self.number, self.class_id = number, class_id
+    def __init__(self, segment_id: int, class_id: int, rows: int) -> None:
+        self.segment_id, self.class_id = segment_id, class_id
         self.blocks = np.empty(rows, dtype=np.int32)
         self.count = 0
         self.lease_until_s = 0.0
         self.changes = 0
-        self.summary = _Summary(0, 0.0, 0.0, 0.0, math.inf, -1)
+        self.summary = _Summary(0, math.inf, -1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Candidate:
     segment: _Segment
-    live: int
-    worth: float
+    live_share: float
+    cost: float
 
     @property
     def lease_until_s(self) -> float:
         return self.segment.lease_until_s
-
-    @property
-    def live_share(self) -> float:
-        return self.live / max(1, self.segment.count)
 
 
 class _NoRoomError(Exception):
@@ -102,7 +101,6 @@ class SimulatedLog:
     def __init__(self, unique_blocks: int, settings: ReplaySettings) -> None:
         config = settings.store_config()
         self._bytes_put = self._bytes_written = self._evicted = self._expired = 0
-        self._lease_s = config.lease_s
         self._capacity_bytes = int(config.capacity)
         self._segment_bytes = segment_size_bytes(config)
         self._layout = fmt.Layout(row_capacity(self._segment_bytes))
@@ -119,13 +117,23 @@ class SimulatedLog:
             number: settings.class_shares.get(name, 0.0) * self._capacity_bytes
             for number, name in enumerate(settings.ttls_s, 1)
         }
+        self._valuation = Valuation(lambda: self._ttls)
+        self._prices = Prices(self._price, self._valuation.repriced)
+        self._tags = np.zeros((unique_blocks, 2), dtype=np.uint64)  # each block's, and that of the one before it
+        self._tags[:, 0] = PrefixHashes(unique_blocks).tags
         self._uses = np.zeros((unique_blocks, fmt.USE_COLUMNS), dtype=np.uint32)
         self._uses[:, fmt.USE_LENGTH] = settings.block_bytes
         self._segment_of = np.full(unique_blocks, _NOWHERE, dtype=np.int32)
         self._slot_of = np.zeros(unique_blocks, dtype=np.int32)
         self._segments: dict[int, _Segment] = {}
         self._retiring: list[_Segment] = []
-        self._open: dict[tuple[int, bool], _Segment] = {}  # by class, and whether it takes moved blocks
+        self._open: dict[Stream, _Segment] = {}
+        self._lanes = Lanes(
+            self._open,
+            self._tags_in,
+            lambda: crowded(len(self._segments), self._capacity_bytes, self._segment_bytes),
+            self._segment_bytes,
+        )
         self._uncommitted: set[int] = set()
         self._unindexed = 0  # blocks of the put that is being written
         self._next_number = 0
@@ -134,6 +142,7 @@ class SimulatedLog:
         self._protected: set[int] = set()
         self._above_low = False
         self._ticks = 0
+        self._now_s = 0.0
 
     # Requests
 
@@ -145,24 +154,38 @@ class SimulatedLog:
         hit = len(chain) if alive.all() else int(np.argmin(alive))
         found = chain[:hit]
         if hit:
-            for number in np.unique(self._segment_of[found]).tolist():
-                segment = self._segments[number]
-                segment.lease_until_s = max(segment.lease_until_s, math.ceil(now_s + self._lease_s))
             self._touch(found, class_id, int(now_s))
         return hit
 
-    def put(self, blocks: NDArray[np.int32], class_id: int, now_s: float) -> None:
-        """Store the blocks that are not alive; the others are used now."""
+    def put(self, chain: NDArray[np.int32], first: int, class_id: int, now_s: float) -> None:
+        """Store the blocks of the chain from `first` on that are not alive; the others are used now."""
+        blocks = chain[first:]
+        if not len(blocks):
+            return
+        self._tags[chain[1:], 1] = self._tags[chain[:-1], 0]
         alive = self._alive(blocks, now_s)
         self._touch(blocks[alive], class_id, int(now_s))
         new = blocks[~alive]
+        seen = self._valuation.arrive(self._tags[blocks, 0], ~alive, int(now_s))
         self._leave(new)  # what is left of them has expired
-        start = 0
-        while start < len(new):
-            count = self._append_some(new[start:], class_id, now_s)
-            start += count
+        levels = self._valuation.levels_of_new(class_id, seen)
+        lane = self._lane(chain, first + np.flatnonzero(~alive), class_id)
+        for level in dict.fromkeys(levels.tolist()):
+            part = np.flatnonzero(levels == level)
+            start = 0
+            while start < len(part):
+                some = part[start:]
+                start += self._append_some(new[some], seen[some], Stream(class_id, level, lane=lane), now_s)
+        for stream in self._lanes.surplus():
+            del self._open[stream]
         self._uncommitted.clear()
         self._unindexed = 0
+
+    def _lane(self, chain: NDArray[np.int32], new: NDArray[np.intp], class_id: int) -> int:
+        """As `LogWriter._by_stream`. Args: new: positions in the chain."""
+        if not len(new):
+            return 0
+        return self._lanes.of(class_id, int(self._tags[chain[new[0]], 1]), int(new[-1] + 1) * self._taken_bytes)
 
     def _alive(self, blocks: NDArray[np.int32], now_s: float) -> NDArray[np.bool_]:
         alive: NDArray[np.bool_] = self._ttls.live(self._uses[blocks], now_s)
@@ -171,9 +194,10 @@ class SimulatedLog:
 
     def _touch(self, blocks: NDArray[np.int32], class_id: int, now_s: int) -> None:
         """As `Segment.touch`."""
-        before = self._uses[blocks, class_id]
-        self._uses[blocks, fmt.USE_LENGTH] |= np.where(before < now_s, np.uint32(fmt.REUSED), np.uint32(0))
-        self._uses[blocks, class_id] = np.maximum(before, np.uint32(now_s))
+        uses = self._uses[blocks]
+        self._uses[blocks, fmt.USE_LENGTH] = used_once_more(uses, now_s)
+        self._uses[blocks, class_id] = np.maximum(uses[:, class_id], np.uint32(now_s))
+        self._valuation.note_use(uses, now_s)
 
     def _leave(self, blocks: NDArray[np.int32]) -> None:
         """The blocks' slots hold nothing that lives any more."""
@@ -186,35 +210,35 @@ class SimulatedLog:
 
     # Writing
 
-    def _append_some(self, blocks: NDArray[np.int32], class_id: int, now_s: float) -> int:
+    def _append_some(self, blocks: NDArray[np.int32], seen: NDArray[np.uint32], stream: Stream, now_s: float) -> int:
         """Append as many as one batch takes, as `LogWriter._batch_with_room`; returns how many are dealt with."""
         batch = blocks
         try:
-            batch = blocks[: self._room_in(self._segment_with_room(class_id, now_s))]
+            batch = blocks[: self._room_in(self._segment_with_room(stream, now_s))]
             payload_bytes = len(batch) * self._taken_bytes
             table_bytes = len(batch) * (fmt.ROW_BYTES + fmt.USE_BYTES) + 2 * fmt.ALIGNMENT_BYTES
-            self._make_room(payload_bytes + table_bytes + _NEW_SEGMENT_BYTES, now_s, self._unindexed + len(batch))
-            segment = self._segment_with_room(class_id, now_s)
+            self._make_room(payload_bytes + table_bytes + NEW_SEGMENT_BYTES, now_s, self._unindexed + len(batch))
+            segment = self._segment_with_room(stream, now_s)
             batch = batch[: self._room_in(segment)]
         except _NoRoomError:
             return len(batch)  # rejected
         self._uses[batch, : fmt.LAST_CLASS_COLUMN + 1] = 0
-        self._uses[batch, class_id] = int(now_s)
-        self._uses[batch, fmt.USE_LENGTH] = self._block_bytes
+        self._uses[batch, stream.class_id] = int(now_s)
+        self._uses[batch, fmt.USE_LENGTH] = marks_of(seen[: len(batch)]) | np.uint32(self._block_bytes)
         self._place(segment, batch)
-        self._uncommitted.add(segment.number)
+        self._uncommitted.add(segment.segment_id)
         self._unindexed += len(batch)
         self._bytes_put += len(batch) * self._block_bytes
         return len(batch)
 
-    def _segment_with_room(self, class_id: int, now_s: float) -> _Segment:
-        segment = self._roomy((class_id, False))
+    def _segment_with_room(self, stream: Stream, now_s: float) -> _Segment:
+        segment = self._roomy(stream)
         if segment is None:
-            self._make_room(_NEW_SEGMENT_BYTES, now_s, self._unindexed)
-            segment = self._open[class_id, False] = self._new_segment(class_id)
+            self._make_room(NEW_SEGMENT_BYTES, now_s, self._unindexed)
+            segment = self._open[stream] = self._new_segment(stream.class_id)
         return segment
 
-    def _roomy(self, stream: tuple[int, bool]) -> _Segment | None:
+    def _roomy(self, stream: Stream) -> _Segment | None:
         segment = self._open.get(stream)
         if segment is not None and not self._room_in(segment):
             del self._open[stream]
@@ -223,7 +247,7 @@ class SimulatedLog:
 
     def _new_segment(self, class_id: int) -> _Segment:
         segment = _Segment(self._next_number, class_id, self._rows)
-        self._segments[segment.number] = segment
+        self._segments[segment.segment_id] = segment
         self._next_number += 1
         self._used_bytes += self._file_bytes(0)
         return segment
@@ -231,10 +255,15 @@ class SimulatedLog:
     def _room_in(self, segment: _Segment) -> int:
         return self._rows - segment.count
 
+    def _tags_in(self, segment: _Segment) -> Tags:
+        tags: Tags = self._tags[segment.blocks[: segment.count], 0]
+        return tags
+
     def _place(self, segment: _Segment, blocks: NDArray[np.int32]) -> None:
         first, end = segment.count, segment.count + len(blocks)
         segment.blocks[first:end] = blocks
-        self._segment_of[blocks], self._slot_of[blocks] = segment.number, np.arange(first, end)
+        self._valuation.place(segment.segment_id, self._tags[blocks])
+        self._segment_of[blocks], self._slot_of[blocks] = segment.segment_id, np.arange(first, end)
         self._used_bytes += self._file_bytes(end) - self._file_bytes(first)
         segment.count = end
         segment.changes += 1
@@ -270,11 +299,8 @@ class SimulatedLog:
         return sum(self._file_bytes(segment.count) for segment in self._retiring)
 
     def _reap(self, now_s: float) -> None:
-        for segment in self._retiring:
-            segment.lease_until_s = min(segment.lease_until_s, math.ceil(now_s + self._lease_s))
-        gone = [segment for segment in self._retiring if segment.lease_until_s < now_s]
-        self._retiring = [segment for segment in self._retiring if segment.lease_until_s >= now_s]
-        self._used_bytes -= sum(self._file_bytes(segment.count) for segment in gone)
+        self._used_bytes -= self._retiring_bytes()
+        self._retiring = []
 
     def _make_room(self, need_bytes: int, now_s: float, new_blocks: int) -> None:
         """As `Reclaimer.make_room`. Raises: _NoRoomError."""
@@ -291,6 +317,10 @@ class SimulatedLog:
     def tick(self, now_s: float) -> None:
         """As `Reclaimer.tick`."""
         self._reap(now_s)
+        self._valuation.learn_if_due(
+            lambda: [self._uses[segment.blocks[self._held_slots(segment)]] for segment in self._segments.values()],
+            now_s,
+        )
         for segment in self._reclaimable():
             if not self._summary(segment, now_s).live:
                 self._reclaim(segment, np.zeros(0, dtype=np.intp), now_s)
@@ -312,17 +342,19 @@ class SimulatedLog:
         return sum(self._summary(s, now_s).live for s in self._segments.values()) * self._block_bytes
 
     def _compact_one(self, now_s: float) -> None:
-        dead = [c for c in self._candidates(now_s) if c.live_share < SWEEP_BELOW_LIVE_SHARE]
-        for candidate in sorted(dead, key=lambda candidate: candidate.live_share):
-            live = self._live_slots(candidate.segment, now_s)
-            expiry_s, _, _ = self._ttls.prospects(self._uses[candidate.segment.blocks[live]], now_s)
-            left_s = float(expiry_s.max(initial=0)) - now_s
-            if left_s > EXPIRES_SOON_SHARE * self._ttls.ttl_s(candidate.segment.class_id):
-                self._reclaim(candidate.segment, live, now_s, may_lose=False)
+        shares = [(self._summary(segment, now_s).live / segment.count, segment) for segment in self._reclaimable()]
+        for _, segment in sorted(
+            (pair for pair in shares if pair[0] < SWEEP_BELOW_LIVE_SHARE), key=lambda pair: pair[0]
+        ):
+            live = self._live_slots(segment, now_s)
+            left_s = float(self._ttls.expiry_s(self._uses[segment.blocks[live]]).max(initial=0)) - now_s
+            if left_s > EXPIRES_SOON_SHARE * self._ttls.ttl_s(segment.class_id):
+                self._reclaim(segment, live, now_s, may_lose=False)
                 break
 
     def _reclaim_one(self, now_s: float, *, urgent: bool) -> bool:
         """As `Reclaimer._reclaim_one`."""
+        self._now_s = now_s
         self._protect(now_s)
         candidates: Sequence[_Candidate] = self._candidates(now_s)
         if urgent:
@@ -334,24 +366,40 @@ class SimulatedLog:
             live = self._live_slots(deadest.segment, now_s)
             if self._reclaim(deadest.segment, live, now_s, may_lose=False):
                 return True
-        typical = float(np.median([candidate.worth for candidate in candidates]))
-        victim = least_worth(candidates, lambda candidate: self._renewed(candidate, now_s))
-        self._reclaim(victim.segment, self._worth_keeping(victim.segment, typical, now_s), now_s)
+        if math.isnan(self._valuation.threshold):
+            self._valuation.begin_threshold(
+                self._worths(candidate.segment, now_s)[0] for candidate in some_of(candidates)
+            )
+        victim = cheapest(candidates, lambda candidate: self._renewed(candidate, now_s))
+        self._evict_from(victim.segment, now_s)
         return True
 
+    def _evict_from(self, segment: _Segment, now_s: float) -> None:
+        """As `Reclaimer._evict_from`."""
+        worth, live = self._worths(segment, now_s)
+        if segment.class_id in self._protected:
+            worth += PROTECTION
+        size_bytes = segment.count * self._taken_bytes
+        keep = self._valuation.judge(worth, live, self._taken(segment), size_bytes).keep
+        self._reclaim(segment, np.flatnonzero(keep), now_s)
+        chosen_bytes = float((keep & (worth < PROTECTION)).sum()) * self._taken_bytes
+        dropped_bytes = size_bytes - float(keep.sum()) * self._taken_bytes
+        self._valuation.steer(chosen_bytes, dropped_bytes, self._segment_bytes)
+
     def _reclaimable(self) -> list[_Segment]:
-        return [s for s in self._segments.values() if s.count and s.number not in self._uncommitted]
+        return [s for s in self._segments.values() if s.count and s.segment_id not in self._uncommitted]
 
     def _candidates(self, now_s: float) -> list[_Candidate]:
+        self._prices.begin()
         return [self._candidate(segment, now_s) for segment in self._reclaimable()]
 
     def _candidate(self, segment: _Segment, now_s: float) -> _Candidate:
-        summary = self._summary(segment, now_s)
-        protected = summary.live if segment.class_id in self._protected else 0
-        return _Candidate(segment, summary.live, segment_worth(summary, now_s, summary.live, protected))
+        live = self._summary(segment, now_s).live
+        protection = PROTECTION if live and segment.class_id in self._protected else 0.0
+        return _Candidate(segment, live / segment.count, self._prices.about(segment, now_s) + protection)
 
     def _renewed(self, candidate: _Candidate, now_s: float) -> _Candidate:
-        self._renew(candidate.segment, now_s)
+        self._prices.renew(candidate.segment)
         return self._candidate(candidate.segment, now_s)
 
     def _summary(self, segment: _Segment, now_s: float) -> _Summary:
@@ -360,20 +408,44 @@ class SimulatedLog:
         return summary if is_right else self._renew(segment, now_s)
 
     def _renew(self, segment: _Segment, now_s: float) -> _Summary:
-        """As `Census.renew`."""
+        """As `Census.of`."""
         uses = self._uses[segment.blocks[self._live_slots(segment, now_s)]]
-        worth, fading, next_expiry_s = 0.0, 0.0, math.inf
-        if len(uses):
-            expiries_s, worths, fadings = self._ttls.prospects(uses, now_s)
-            taken = taken_bytes(np.full(len(uses), self._block_bytes))
-            worth, fading = colder_half(worths, fadings, taken)
-            next_expiry_s = float(expiries_s.min())
-        segment.summary = _Summary(len(uses), worth, fading, now_s, next_expiry_s, segment.changes)
+        next_expiry_s = float(self._ttls.expiry_s(uses).min(initial=math.inf))
+        segment.summary = _Summary(len(uses), next_expiry_s, segment.changes)
         return segment.summary
+
+    def _price(self, segment: _Segment) -> Price:
+        """As `Reclaimer._price`."""
+        now_s = self._now_s
+        worth, live = self._worths(segment, now_s)
+        cost = self._valuation.judge(worth, live, self._taken(segment), max(1, segment.count * self._taken_bytes)).cost
+        return Price(cost, middle_age_s(self._uses[segment.blocks[: segment.count][live]], now_s), now_s)
+
+    def _worths(self, segment: _Segment, now_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """As `Reclaimer._worths`, but for protection."""
+        blocks = segment.blocks[: segment.count]
+        live = np.zeros(segment.count, dtype=bool)
+        live[self._live_slots(segment, now_s)] = True
+        worth = np.where(live, self._valuation.worth(self._uses[blocks], now_s), 0.0)
+        tags = self._tags[blocks]
+        worth[self._valuation.lost(tags, live, now_s)] = 0
+        return worth, live
+
+    def _taken(self, segment: _Segment) -> NDArray[np.int64]:
+        return taken_bytes(np.full(segment.count, self._block_bytes))
+
+    def _held_slots(self, segment: _Segment) -> NDArray[np.bool_]:
+        """Shape (row capacity,): slots whose blocks have not moved on, whether they live or have expired."""
+        held = np.zeros(len(segment.blocks), dtype=bool)
+        blocks = segment.blocks[: segment.count]
+        held[: segment.count] = (self._segment_of[blocks] == segment.segment_id) & (
+            self._slot_of[blocks] == np.arange(segment.count)
+        )
+        return held
 
     def _live_slots(self, segment: _Segment, now_s: float) -> NDArray[np.intp]:
         blocks = segment.blocks[: segment.count]
-        here = (self._segment_of[blocks] == segment.number) & (self._slot_of[blocks] == np.arange(segment.count))
+        here = self._held_slots(segment)[: segment.count]
         return np.flatnonzero(here & self._ttls.live(self._uses[blocks], now_s))
 
     def _protect(self, now_s: float) -> None:
@@ -385,45 +457,49 @@ class SimulatedLog:
             held[segment.class_id] += self._summary(segment, now_s).live * self._taken_bytes
         self._protected = {number for number, share in self._share_bytes.items() if share and held[number] <= share}
 
-    def _worth_keeping(self, segment: _Segment, typical: float, now_s: float) -> NDArray[np.intp]:
-        uses = self._uses[segment.blocks[: segment.count]]
-        live = np.zeros(segment.count, dtype=bool)
-        live[self._live_slots(segment, now_s)] = True
-        protected = np.full(segment.count, segment.class_id in self._protected)
-        payload_bytes = segment.count * self._taken_bytes
-        return np.flatnonzero(worth_keeping(uses, live, protected, self._ttls, typical, now_s, payload_bytes))
-
     def _reclaim(self, segment: _Segment, kept: NDArray[np.intp], now_s: float, *, may_lose: bool = True) -> bool:
         """As `Reclaimer._reclaim`: move the slots to keep, drop the others, retire the file."""
         for stream in [stream for stream, other in self._open.items() if other is segment]:
             del self._open[stream]
-        if self._used() + len(kept) * self._taken_bytes + self._limits.move_slack > self._capacity_bytes:
+        streams = len(np.unique(self._levels(segment.blocks[kept], now_s)))
+        needed = len(kept) * self._taken_bytes + self._limits.move_slack + max(0, streams - 1) * NEW_SEGMENT_BYTES
+        if self._used() + needed > self._capacity_bytes:
             if not may_lose:
                 return False
             kept = kept[:0]
         live = self._live_slots(segment, now_s)
         blocks = segment.blocks[: segment.count]
-        here = blocks[
-            (self._segment_of[blocks] == segment.number) & (self._slot_of[blocks] == np.arange(segment.count))
-        ]
+        held = self._held_slots(segment)[: segment.count]
+        here = blocks[held]
+        is_live = np.zeros(segment.count, dtype=bool)
+        is_live[live] = True
+        ended = held.copy()
+        ended[kept] = False
+        self._valuation.drop(self._tags[blocks[ended], 0], self._uses[blocks[ended]], is_live[ended], now_s)
         self._evicted += len(live) - len(kept)
         self._expired += len(here) - len(live)
         moved = blocks[kept]
         self._segment_of[here] = _NOWHERE
         self._indexed -= len(here)
-        self._move(moved, segment.class_id)
-        del self._segments[segment.number]
+        self._move(moved, segment.class_id, now_s)
+        del self._segments[segment.segment_id]
         self._retiring.append(segment)
         self._reap(now_s)
         return True
 
-    def _move(self, blocks: NDArray[np.int32], class_id: int) -> None:
+    def _levels(self, blocks: NDArray[np.int32], now_s: float) -> NDArray[np.intp]:
+        return self._valuation.levels(self._valuation.worth(self._uses[blocks], now_s))
+
+    def _move(self, blocks: NDArray[np.int32], class_id: int, now_s: float) -> None:
         """As `LogWriter.rewrite`."""
-        stream, start = (class_id, True), 0
-        while start < len(blocks):
-            segment = self._roomy(stream)
-            if segment is None:
-                segment = self._open[stream] = self._new_segment(class_id)
-            some = blocks[start : start + self._room_in(segment)]
-            self._place(segment, some)
-            start += len(some)
+        levels = self._levels(blocks, now_s)
+        for level in np.unique(levels).tolist():
+            part = blocks[levels == level]
+            stream, start = Stream(class_id, level, moved=True), 0
+            while start < len(part):
+                segment = self._roomy(stream)
+                if segment is None:
+                    segment = self._open[stream] = self._new_segment(class_id)
+                some = part[start : start + self._room_in(segment)]
+                self._place(segment, some)
+                start += len(some)

@@ -24,7 +24,7 @@ def replay_in_simulator(
 
     Args: advance: told the requests done.
     """
-    return run_replay(workload, _Simulated(workload, settings), settings.tick_s, advance)
+    return run_replay(workload, _Simulated(workload, settings), settings, advance)
 
 
 class _Simulated:
@@ -43,7 +43,7 @@ class _Simulated:
         workload = self._workload
         class_id = int(workload.class_id[request]) + 1
         hit = self._log.match(workload.asked(request), class_id, self._now_s)
-        self._log.put(workload.chain(request)[hit:], class_id, self._now_s)
+        self._log.put(workload.chain(request), hit, class_id, self._now_s)
         return hit
 
     def counts(self) -> Counts:
