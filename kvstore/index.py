@@ -34,6 +34,7 @@ import xxhash
 from kvstore.errors import StorageError, StoreFullError
 from kvstore.index_file import open_environment
 from kvstore.index_pages import check_tree
+from kvstore.index_room import Tree, growth_pages
 from kvstore.log.format import ANCHOR_BYTES, GROUP_BLOCKS, KIND_STATE, NO_ANCHOR
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.limits import HASH_BYTES
@@ -62,8 +63,6 @@ _MAP_SIZE_MAX_BYTES = 1 << 40  # it grows by itself beyond that
 _FIRST_BATCH_BLOCKS = 64
 _BATCH_GROWTH = 8
 _ADDED_AT_A_TIME = 1 << 14  # keys made Python's at a time when many are added
-_ENTRIES_PER_HALF_PAGE = 32
-_PAGES_BESIDE = 4  # of the list of free pages and of the table of databases, written anew by each commit
 
 _CHECKSUM_FILE = "data.mdb.xxh3"
 _DAMAGED_FILE = "damaged"
@@ -98,6 +97,9 @@ class BlockIndex:
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
         self._map_size_bytes = min(max(_MAP_SIZE_MIN_BYTES, capacity_bytes // 8 // 4096 * 4096), _MAP_SIZE_MAX_BYTES)
         self._damaged = False  # seen while it was in use; only ever set
+        self.entry_count = self.entry_count_max = (
+            0  # after the last commit; the most since it was opened. Writer thread only
+        )
         self.found = self._open()
         if not self.found.usable:
             self.start_over()
@@ -132,10 +134,19 @@ class BlockIndex:
         try:
             env.reader_check()
             self._blocks, self._meta = env.open_db(b"blocks"), env.open_db(b"meta")
+            with env.begin() as txn:
+                self._note_size(txn)
         except BaseException:
             env.close()
             raise
         self._env = env
+
+    def _note_size(self, txn: lmdb.Transaction) -> None:
+        stat = txn.stat(self._blocks)
+        self._tree = Tree(stat["leaf_pages"], stat["branch_pages"], stat["depth"])
+        self._page_bytes: int = stat["psize"]
+        self.entry_count = stat["entries"]
+        self.entry_count_max = max(self.entry_count_max, self.entry_count)
 
     def start_over(self) -> None:
         """Throw away what is there and begin with an empty index. Raises: StorageError."""
@@ -210,19 +221,9 @@ class BlockIndex:
         return used
 
     def growth_bytes(self, changed: int, added: int = 0) -> int:
-        """The most that a commit makes the file grow which changes or drops so many entries and adds so many. Raises: StorageError.
-
-        Each entry may lie in another page. A page is never written in place, nor are those above it, and what that frees is used
-        again two commits later. One that is added to may be full, and becomes two. Measured with keys in no order: hardly
-        more than half of it while the index grows, and seldom anything once it has pages to use again.
-        """
-        with self._typed_errors(), self._env.begin(db=self._blocks) as txn:
-            tree = txn.stat(self._blocks)
-        leaves = min(changed + added, tree["leaf_pages"])
-        branches = min(leaves * tree["depth"], tree["branch_pages"])
-        split = min(added, leaves) + added // _ENTRIES_PER_HALF_PAGE
-        pages: int = leaves + branches + split + split // _ENTRIES_PER_HALF_PAGE + _PAGES_BESIDE
-        return pages * int(tree["psize"])
+        """The most that a commit makes the file grow which changes or drops so many entries and adds so many."""
+        trees = self._tree, Tree.assumed(self.entry_count)
+        return self._page_bytes * max(growth_pages(tree, changed, added) for tree in trees)
 
     def clear_dead_readers(self) -> None:
         """Forget readers whose processes died while they read; what they saw would be kept for them, and the file grow.
@@ -317,7 +318,9 @@ class BlockIndex:
         for _ in range(8):
             try:
                 with self._env.begin(write=True, db=self._blocks) as txn:
-                    return change(txn)
+                    changed = change(txn)
+                    self._note_size(txn)
+                return changed
             except lmdb.MapFullError:
                 self._map_size_bytes *= 2
                 self._env.set_mapsize(self._map_size_bytes)

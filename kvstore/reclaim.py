@@ -18,6 +18,7 @@ from kvstore.census import expired_mask, live_mask, taken_bytes
 from kvstore.errors import KvStoreError, StoreFullError
 from kvstore.expiry import last_use_s
 from kvstore.index import row_keys, row_tags
+from kvstore.index_room import reserved_bytes
 from kvstore.log import format as fmt
 from kvstore.log.segment import row_capacity
 from kvstore.log.streams import Stream
@@ -111,20 +112,35 @@ class Reclaimer:
 
     def used_bytes(self) -> int:
         """Allocated bytes of the whole directory, as `du` counts."""
-        return self._segments.used_bytes() + self._index.used_bytes() + self._small_files_bytes()
+        return self._segments.used_bytes() + self._beside_bytes()
+
+    def _beside_bytes(self) -> int:
+        return self._index.used_bytes() + self._small_files_bytes()
+
+    def _counted_bytes(self) -> int:
+        """The same, with all that is set aside for what lies beside the segments."""
+        reserved = reserved_bytes(self._index.entry_count_max, self._capacity_bytes)
+        return self._segments.used_bytes() + max(reserved, self._beside_bytes())
+
+    def room_bytes(self, new_entries: int = 0) -> int:
+        """What puts of so many new entries may take without anything being reclaimed."""
+        return self._limit_bytes(new_entries) - self._counted_bytes()
+
+    def _limit_bytes(self, new_entries: int) -> int:
+        # The index grows by one or the other before it is measured again: when a segment's blocks are moved, or by the new ones.
+        index_bytes = max(self._index.growth_bytes(self._rows_max), self._index.growth_bytes(0, new_entries))
+        return self._limits.put - max(0, index_bytes - self._limits.index_slack)
 
     def make_room(self, need_bytes: int, writer: LogWriter, new_entries: int = 0) -> None:
         """Reclaim until `need_bytes` more fit, and what the index takes for so many entries that it does not know yet.
 
         Raises: StoreFullError: nothing more can be reclaimed now.
         """
-        # The index grows by one or the other before it is measured again: when a segment's blocks are moved, or by the new ones.
-        index_bytes = max(self._index.growth_bytes(self._rows_max), self._index.growth_bytes(0, new_entries))
-        limit = self._limits.put - max(0, index_bytes - self._limits.index_slack)
-        if self.used_bytes() + need_bytes <= limit:
+        limit = self._limit_bytes(new_entries)
+        if need_bytes <= self.room_bytes(new_entries):
             return
         self._counters.add(bytes_reclaimed=self._segments.reap(self._clock.now_s(), self._clock.steady_s()))
-        while (used := self.used_bytes()) + need_bytes > limit:
+        while (used := self._counted_bytes()) + need_bytes > limit:
             # Files that only wait for a lease to pass will be room soon; taking more blocks now would not help this put.
             coming = self._segments.retiring_bytes()
             enough_coming = used - coming + need_bytes <= min(self._limits.low, limit)
@@ -163,7 +179,7 @@ class Reclaimer:
     def _keep_ahead(self, writer: LogWriter) -> None:
         """From the high mark down to the low one, a few segments a tick."""
         for _ in range(RECLAIMS_PER_TICK):
-            used = self.used_bytes() - self._segments.retiring_bytes()
+            used = self._counted_bytes() - self._segments.retiring_bytes()
             self._above_low = used > (self._limits.low if self._above_low else self._limits.high)
             stuck = self._segments.nothing_can_be_unlinked(self._clock.steady_s())
             if not self._above_low or stuck or not self._reclaim_one(writer, urgent=False):
@@ -328,7 +344,7 @@ class Reclaimer:
         streams = len(np.unique(self._levels(segment.uses[kept])))
         needed = size_bytes + self._limits.move_slack + self._index.growth_bytes(len(kept))
         needed += max(0, streams - 1) * NEW_SEGMENT_BYTES
-        if self.used_bytes() + needed <= self._capacity_bytes:
+        if self._counted_bytes() + needed <= self._capacity_bytes:
             moved = self._move(segment, rows, keys, kept, writer, may_lose=may_lose)
         if moved is None:
             if not may_lose:

@@ -138,7 +138,7 @@ def put_in_segments(store: LocalStore, namespace: Namespace, chains: Iterable[Ch
 def fill_up(store: LocalStore, namespace: Namespace, clock: ManualClock, spare_bytes: int = 100_000) -> list[Chain]:
     """Chains of eight blocks, a second apart, until the next ones need room."""
     chains: list[Chain] = []
-    while store._reclaimer.used_bytes() < store._reclaimer._limits.put - spare_bytes:
+    while store._reclaimer.room_bytes() > spare_bytes:
         chains.append(chain_of(namespace, len(chains), 8))
         assert {result.status for result in put(store, namespace, chains[-1])} == {PutStatus.STORED}
         clock.advance(1)

@@ -52,21 +52,21 @@ def settings(workload: Workload, share: float, **changes: object) -> ReplaySetti
 
 
 @pytest.mark.parametrize(
-    ("share", "class_shares"), [(0.25, {}), (0.4, {"chatbot": 0.3}), (3.0, {})], ids=["tight", "shares", "roomy"]
+    ("share", "class_shares"),
+    [(0.1, {}), (0.25, {}), (0.1, {"chatbot": 0.3}), (3.0, {})],
+    ids=["tight", "less-tight", "shares", "roomy"],
 )
 def test_simulator_and_engine_hit_the_same(days_of_traffic, tmp_path, share, class_shares):
     given = settings(days_of_traffic, share, class_shares=class_shares)
     simulated, simulated_storage = replay_in_simulator(days_of_traffic, given)
     hits, storage = replay_in_engine(days_of_traffic, given, tmp_path)
-    # With less room, or on fewer requests, which segment goes hangs on single pages of the index, which the simulator estimates.
-    assert 100 * hit_share(days_of_traffic, simulated) == pytest.approx(100 * hit_share(days_of_traffic, hits), abs=0.1)
+    assert hits.tolist() == simulated.tolist()
     for name in ("resident_bytes_mean", "resident_bytes_max", "seconds"):
-        assert getattr(simulated_storage, name) == pytest.approx(getattr(storage, name), rel=0.02), name
+        assert getattr(simulated_storage, name) == pytest.approx(getattr(storage, name)), name
     simulated_done, done = simulated_storage.done, storage.done
-    for name in ("bytes_put", "bytes_written"):
-        assert getattr(simulated_done, name) == pytest.approx(getattr(done, name), rel=0.02), name
+    assert simulated_done.bytes_put == done.bytes_put
+    assert simulated_done.bytes_written == done.bytes_written
     if share > 1:
-        assert hits.tolist() == simulated.tolist()
         assert hits.tolist() == unlimited(days_of_traffic, list(TTLS_S.values())).tolist()
         assert simulated_done.blocks_expired == pytest.approx(done.blocks_expired, rel=0.02)
         assert done.blocks_expired > 0

@@ -609,7 +609,7 @@ def test_an_index_that_grows_by_many_small_blocks_keeps_the_cap(tmp_path, clock,
     store = open_store(tmp_path, clock, capacity=capacity, segment_size=128 << 10)
     large, small = (store.register_namespace(spec(size)) for size in (32 << 10, 512))
     conversation = 0
-    while store._reclaimer.used_bytes() < store._reclaimer._limits.put - 150_000:
+    while store._reclaimer.room_bytes() > 150_000:
         put(store, large, chain_of(large, conversation, 2))
         conversation += 1
     clock.advance(100)

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.catalog import ClassRecord
 from kvstore.census import taken_bytes
 from kvstore.expiry import TtlTable
+from kvstore.index_room import Tree, growth_pages, reserved_bytes
 from kvstore.log import format as fmt
 from kvstore.log.segment import marks_of, row_capacity, used_once_more
 from kvstore.log.streams import Lanes, Stream, crowded
@@ -49,14 +50,6 @@ if TYPE_CHECKING:
     from kvstore_bench.hitrate.settings import ReplaySettings
 
 _NOWHERE: Final = -1
-# Of the index, as measured on the store: entries in a leaf, leaves under a branch, and the file's pages, with those that commits
-# write anew. And the sizes of all other files together.
-_ENTRIES_PER_LEAF: Final = 36
-_LEAVES_PER_BRANCH: Final = 36
-_DEPTH: Final = 3
-_FILE_PAGES_PER_LEAF: Final = 1.55
-_FILE_PAGES: Final = 32
-_FILES_BYTES: Final = 12 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +71,8 @@ class _Segment:
         self.lease_until_s = 0.0
         self.changes = 0
         self.summary = _Summary(0, math.inf, -1)
+        # Slots of blocks that had expired when they were put again, and their use rows as they were.
+        self.superseded: list[tuple[NDArray[np.int32], NDArray[np.uint32]]] = []
 
 
 @dataclass(slots=True)
@@ -138,7 +133,8 @@ class SimulatedLog:
         self._unindexed = 0  # blocks of the put that is being written
         self._next_number = 0
         self._used_bytes = 0  # of segment files, retired ones included
-        self._indexed = self._indexed_max = 0
+        self._indexed = self._indexed_max = 0  # as of the last commit
+        self._added = 0  # entries that the put that is being written adds
         self._protected: set[int] = set()
         self._above_low = False
         self._ticks = 0
@@ -167,7 +163,7 @@ class SimulatedLog:
         self._touch(blocks[alive], class_id, int(now_s))
         new = blocks[~alive]
         seen = self._valuation.arrive(self._tags[blocks, 0], ~alive, int(now_s))
-        self._leave(new)  # what is left of them has expired
+        self._added = 0
         levels = self._valuation.levels_of_new(class_id, seen)
         lane = self._lane(chain, first + np.flatnonzero(~alive), class_id)
         for level in dict.fromkeys(levels.tolist()):
@@ -180,6 +176,8 @@ class SimulatedLog:
             del self._open[stream]
         self._uncommitted.clear()
         self._unindexed = 0
+        self._indexed += self._added
+        self._indexed_max = max(self._indexed_max, self._indexed)
 
     def _lane(self, chain: NDArray[np.int32], new: NDArray[np.intp], class_id: int) -> int:
         """As `LogWriter._by_stream`. Args: new: positions in the chain."""
@@ -199,20 +197,27 @@ class SimulatedLog:
         self._uses[blocks, class_id] = np.maximum(uses[:, class_id], np.uint32(now_s))
         self._valuation.note_use(uses, now_s)
 
-    def _leave(self, blocks: NDArray[np.int32]) -> None:
-        """The blocks' slots hold nothing that lives any more."""
+    def _supersede(self, blocks: NDArray[np.int32]) -> None:
+        """As `LogWriter._supersede`: what is left of the blocks has expired, and stays in its slots until these are reclaimed."""
         there = blocks[self._segment_of[blocks] != _NOWHERE]
         for number in np.unique(self._segment_of[there]).tolist():
-            self._segments[number].changes += 1
-        self._segment_of[there] = _NOWHERE
-        self._indexed -= len(there)
+            segment, left = self._segments[number], there[self._segment_of[there] == number]
+            segment.superseded.append((self._slot_of[left], self._uses[left]))
+            segment.changes += 1
+        self._added += len(blocks) - len(there)
         self._expired += len(there)
+
+    def _use_table(self, segment: _Segment) -> NDArray[np.uint32]:
+        """As `Segment.uses`."""
+        uses = self._uses[segment.blocks[: segment.count]]
+        for slots, before in segment.superseded:
+            uses[slots] = before
+        return uses
 
     # Writing
 
     def _append_some(self, blocks: NDArray[np.int32], seen: NDArray[np.uint32], stream: Stream, now_s: float) -> int:
         """Append as many as one batch takes, as `LogWriter._batch_with_room`; returns how many are dealt with."""
-        batch = blocks
         try:
             batch = blocks[: self._room_in(self._segment_with_room(stream, now_s))]
             payload_bytes = len(batch) * self._taken_bytes
@@ -221,7 +226,8 @@ class SimulatedLog:
             segment = self._segment_with_room(stream, now_s)
             batch = batch[: self._room_in(segment)]
         except _NoRoomError:
-            return len(batch)  # rejected
+            return len(blocks)  # rejected, all that is left for this stream
+        self._supersede(batch)
         self._uses[batch, : fmt.LAST_CLASS_COLUMN + 1] = 0
         self._uses[batch, stream.class_id] = int(now_s)
         self._uses[batch, fmt.USE_LENGTH] = marks_of(seen[: len(batch)]) | np.uint32(self._block_bytes)
@@ -267,8 +273,6 @@ class SimulatedLog:
         self._used_bytes += self._file_bytes(end) - self._file_bytes(first)
         segment.count = end
         segment.changes += 1
-        self._indexed += len(blocks)
-        self._indexed_max = max(self._indexed_max, self._indexed)
         self._bytes_written += len(blocks) * (self._taken_bytes + fmt.ROW_BYTES + fmt.USE_BYTES)
 
     def _file_bytes(self, count: int) -> int:
@@ -279,21 +283,17 @@ class SimulatedLog:
     # Room
 
     def _used(self) -> int:
-        index_pages = _FILE_PAGES + int(self._indexed_max / _ENTRIES_PER_LEAF * _FILE_PAGES_PER_LEAF)
-        return self._used_bytes + _FILES_BYTES + index_pages * fmt.ALIGNMENT_BYTES
+        """As `Reclaimer._counted_bytes`, while index and small files are within what is set aside for them."""
+        return self._used_bytes + reserved_bytes(self._indexed_max, self._capacity_bytes)
 
     def _put_limit(self, new_blocks: int) -> int:
         """As in `Reclaimer.make_room`: less room for puts where a commit may make the index grow by more than its slack."""
-        growth_pages = max(self._growth_pages(self._layout.row_capacity, 0), self._growth_pages(0, new_blocks))
-        return self._limits.put - max(0, growth_pages * fmt.ALIGNMENT_BYTES - self._limits.index_slack)
+        growth_bytes = max(self._growth_bytes(self._layout.row_capacity), self._growth_bytes(0, new_blocks))
+        return self._limits.put - max(0, growth_bytes - self._limits.index_slack)
 
-    def _growth_pages(self, changed: int, added: int) -> int:
+    def _growth_bytes(self, changed: int, added: int = 0) -> int:
         """As `BlockIndex.growth_bytes`."""
-        all_leaves = -(-self._indexed // _ENTRIES_PER_LEAF)
-        leaves = min(changed + added, all_leaves)
-        branches = min(leaves * _DEPTH, -(-all_leaves // _LEAVES_PER_BRANCH))
-        split = min(added, leaves) + added // 32
-        return leaves + branches + split + split // 32 + 4
+        return fmt.ALIGNMENT_BYTES * growth_pages(Tree.assumed(self._indexed), changed, added)
 
     def _retiring_bytes(self) -> int:
         return sum(self._file_bytes(segment.count) for segment in self._retiring)
@@ -317,10 +317,7 @@ class SimulatedLog:
     def tick(self, now_s: float) -> None:
         """As `Reclaimer.tick`."""
         self._reap(now_s)
-        self._valuation.learn_if_due(
-            lambda: [self._uses[segment.blocks[self._held_slots(segment)]] for segment in self._segments.values()],
-            now_s,
-        )
+        self._valuation.learn_if_due(lambda: [self._use_table(segment) for segment in self._segments.values()], now_s)
         for segment in self._reclaimable():
             if not self._summary(segment, now_s).live:
                 self._reclaim(segment, np.zeros(0, dtype=np.intp), now_s)
@@ -342,7 +339,9 @@ class SimulatedLog:
         return sum(self._summary(s, now_s).live for s in self._segments.values()) * self._block_bytes
 
     def _compact_one(self, now_s: float) -> None:
-        shares = [(self._summary(segment, now_s).live / segment.count, segment) for segment in self._reclaimable()]
+        shares = [
+            (self._summary(segment, now_s).live / max(1, segment.count), segment) for segment in self._reclaimable()
+        ]
         for _, segment in sorted(
             (pair for pair in shares if pair[0] < SWEEP_BELOW_LIVE_SHARE), key=lambda pair: pair[0]
         ):
@@ -387,7 +386,12 @@ class SimulatedLog:
         self._valuation.steer(chosen_bytes, dropped_bytes, self._segment_bytes)
 
     def _reclaimable(self) -> list[_Segment]:
-        return [s for s in self._segments.values() if s.count and s.segment_id not in self._uncommitted]
+        opened = {segment.segment_id for segment in self._open.values()}
+        return [
+            segment
+            for number, segment in self._segments.items()
+            if number not in self._uncommitted and (segment.count or number not in opened)
+        ]
 
     def _candidates(self, now_s: float) -> list[_Candidate]:
         self._prices.begin()
@@ -396,7 +400,7 @@ class SimulatedLog:
     def _candidate(self, segment: _Segment, now_s: float) -> _Candidate:
         live = self._summary(segment, now_s).live
         protection = PROTECTION if live and segment.class_id in self._protected else 0.0
-        return _Candidate(segment, live / segment.count, self._prices.about(segment, now_s) + protection)
+        return _Candidate(segment, live / max(1, segment.count), self._prices.about(segment, now_s) + protection)
 
     def _renewed(self, candidate: _Candidate, now_s: float) -> _Candidate:
         self._prices.renew(candidate.segment)
@@ -462,7 +466,8 @@ class SimulatedLog:
         for stream in [stream for stream, other in self._open.items() if other is segment]:
             del self._open[stream]
         streams = len(np.unique(self._levels(segment.blocks[kept], now_s)))
-        needed = len(kept) * self._taken_bytes + self._limits.move_slack + max(0, streams - 1) * NEW_SEGMENT_BYTES
+        needed = len(kept) * self._taken_bytes + self._limits.move_slack + self._growth_bytes(len(kept))
+        needed += max(0, streams - 1) * NEW_SEGMENT_BYTES
         if self._used() + needed > self._capacity_bytes:
             if not may_lose:
                 return False
@@ -473,15 +478,16 @@ class SimulatedLog:
         here = blocks[held]
         is_live = np.zeros(segment.count, dtype=bool)
         is_live[live] = True
-        ended = held.copy()
+        ended = np.ones(segment.count, dtype=bool)
         ended[kept] = False
-        self._valuation.drop(self._tags[blocks[ended], 0], self._uses[blocks[ended]], is_live[ended], now_s)
+        uses = self._use_table(segment)[ended]
         self._evicted += len(live) - len(kept)
         self._expired += len(here) - len(live)
         moved = blocks[kept]
         self._segment_of[here] = _NOWHERE
-        self._indexed -= len(here)
+        self._indexed -= len(here) - len(kept)
         self._move(moved, segment.class_id, now_s)
+        self._valuation.drop(self._tags[blocks[ended], 0], uses, is_live[ended], now_s)
         del self._segments[segment.segment_id]
         self._retiring.append(segment)
         self._reap(now_s)
