@@ -12,6 +12,7 @@ dropped.
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,6 +44,7 @@ _PRICE_OF_MOVING: Final = 0.25  # of the threshold: moved blocks are written aga
 _FIRST_THRESHOLD_QUANTILE: Final = 0.1
 _REMEMBERED_PER_LIVE: Final = 16  # blocks that were evicted, whose reuses are counted
 _REMEMBERED_MAX: Final = 1 << 23  # of those: 109 MB
+_NOTED_ROWS_MAX: Final = 1 << 16  # of uses that are not counted yet: 4 MB
 _PARENTS_MAX: Final = 1 << 20
 _SAMPLED_ROWS: Final = 1 << 17  # of which ages are counted, about
 _SAMPLED_EVICTED: Final = 1 << 17  # places of evicted blocks, the same
@@ -66,16 +68,32 @@ class Valuation:
         self._dropped = DroppedBlocks(_REMEMBERED_MAX)  # those evicted, and those behind them that no match can reach
         self._children = Children(_PARENTS_MAX)
         self.repriced: set[int] = set()  # segments that cost no longer what they did; emptied by who counts again
+        self._noted_lock = threading.Lock()
+        self._noted: list[tuple[NDArray[np.uint32], int]] = []  # guarded by _noted_lock
+        self._noted_rows = 0  # the same
         self._began_s = self._halved_s = self._learned_s = -math.inf
         self._threshold = math.nan
 
     # Uses
 
     def note_use(self, uses: NDArray[np.uint32], now_s: int) -> None:
-        """Blocks are used. Args: uses: shape (n, 16), as they were before."""
-        age_s = now_s - last_use_s(uses).astype(np.float64)
-        again = age_s > 0  # within the second in which a block was stored a use is a part of storing it
-        if again.any():
+        """Blocks are used; counted later, for a match waits for this. Args: uses: shape (n, 16), as they were before."""
+        with self._noted_lock:
+            self._noted.append((uses, now_s))
+            self._noted_rows += len(uses)
+            many = self._noted_rows >= _NOTED_ROWS_MAX
+        if many:
+            self.count_uses()
+
+    def count_uses(self) -> None:
+        """Count what was noted since the last time."""
+        with self._noted_lock:
+            noted, self._noted, self._noted_rows = self._noted, [], 0
+        if noted:
+            uses = np.concatenate([uses for uses, _ in noted])
+            now_s = np.repeat([now_s for _, now_s in noted], [len(uses) for uses, _ in noted])
+            age_s = now_s - last_use_s(uses).astype(np.float64)
+            again = age_s > 0  # within the second in which a block was stored a use is a part of storing it
             self._histograms.note_reused(_kinds(uses[again]), age_s[again])
 
     def arrive(self, tags: Tags, is_new: NDArray[np.bool_], now_s: float) -> NDArray[np.uint32]:
@@ -120,7 +138,8 @@ class Valuation:
     # Learning
 
     def learn_if_due(self, segments: Callable[[], Sequence[NDArray[np.uint32]]], now_s: float) -> None:
-        """Make the index anew, from time to time. Args: segments: asked for the use rows of each."""
+        """Make the index anew, from time to time; asked every second. Args: segments: asked for the use rows of each."""
+        self.count_uses()
         if now_s - self._learned_s >= reuse.interval_s(now_s - self._began_s):
             self._learn(segments(), now_s)
 

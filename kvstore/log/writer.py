@@ -287,8 +287,11 @@ class LogWriter:
             lane = self._lanes.of(class_id, first.parent_tag, (last.position + 1) * fmt.align(last.length_bytes))
             if class_id not in levels:
                 levels[class_id] = self._valuation.levels_of_new(class_id, np.arange(USES_SEEN)).tolist()
+            alike: dict[int, list[_Pending]] = {}  # by uses: a stream takes long to look up, for thousands of blocks
             for item in items:
-                by_stream[Stream(class_id, levels[class_id][item.uses_seen], lane=lane)].append(item)
+                if item.uses_seen not in alike:
+                    alike[item.uses_seen] = by_stream[Stream(class_id, levels[class_id][item.uses_seen], lane=lane)]
+                alike[item.uses_seen].append(item)
         return by_stream
 
     def _sort_out(self, jobs: list[PutJob], now_s: int) -> list[_Pending]:
@@ -315,7 +318,7 @@ class LogWriter:
     def _recognize(self, entries: list[NewEntry], accepted: dict[bytes, _Pending], now_s: int) -> None:
         """Blocks that were evicted come back with what is known of them. Args: entries: those there already too."""
         is_new = np.array([new.key in accepted for new in entries], dtype=bool)
-        seen = self._valuation.arrive(tags_of([new.entry.prefix_hash for new in entries]), is_new, now_s)
+        seen = self._valuation.arrive(tags_of(b"".join(new.entry.prefix_hash for new in entries)), is_new, now_s)
         for slot, uses_seen in zip(np.flatnonzero(is_new).tolist(), seen.tolist(), strict=True):
             item = accepted[entries[slot].key]
             item.uses_seen = max(item.uses_seen, uses_seen)
@@ -568,7 +571,7 @@ NEW_SEGMENT_BYTES = 4 * fmt.ALIGNMENT_BYTES
 
 def _tags(entries: Sequence[NewEntry]) -> NDArray[np.uint64]:
     """Shape (n, 2): as `Segment.append` wants them."""
-    own = tags_of([new.entry.prefix_hash for new in entries])
+    own = tags_of(b"".join(new.entry.prefix_hash for new in entries))
     return np.stack([own, np.array([new.parent_tag for new in entries], dtype=np.uint64)], axis=1)
 
 

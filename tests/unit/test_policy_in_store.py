@@ -44,6 +44,7 @@ def intervals(store):
     def count():
         store._reclaimer.tick(store._writer)
         valuation = store._valuation
+        valuation.count_uses()
         waiting, _ = valuation._open_intervals(store._reclaimer._use_tables(), store._clock.now_s())
         histograms = valuation._histograms
         counted.extend(table.sum() for table in (histograms._reused, histograms._cut_off, waiting))
@@ -98,7 +99,7 @@ def test_uses_within_the_second_of_storing_are_a_part_of_it_whichever_class_they
 def test_what_a_quota_refuses_is_remembered_on(tmp_path, clock):
     store = open_store(tmp_path, clock, tenants={"none": TenantConfig(limit=1e-9)})
     namespace = store.register_namespace(spec(PAGE, tenant="none"))
-    tags = tags_of(list(chain_of(namespace, 1, 3)))
+    tags = tags_of(chain_of(namespace, 1, 3).data)
     store._on_writer(lambda: store._valuation.withdraw(tags, clock.now_s()))
     results = put(store, namespace, chain_of(namespace, 1, 3))
     assert {result.status for result in results} == {PutStatus.REJECTED}

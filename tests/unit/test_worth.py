@@ -77,6 +77,7 @@ def test_uses_teach_what_is_used_again(valuation):
 def test_a_use_within_the_second_of_storing_teaches_nothing(valuation):
     for _ in range(1000):
         valuation.note_use(uses_of(*[{LONG: 0}] * 100), NOW_S)
+    valuation.count_uses()
     assert valuation._histograms.reuses_and_seconds(np.zeros((42, 56)))[0].sum() == 0
 
 
