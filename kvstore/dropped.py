@@ -14,8 +14,6 @@ import numpy as np
 from kvstore_api.limits import HASH_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     Tags = NDArray[np.uint64]
@@ -34,9 +32,6 @@ class Remembered:
 
     kind: NDArray[np.uint8]
     last_use_s: NDArray[np.uint32]
-
-    def __len__(self) -> int:
-        return len(self.kind)
 
     def evicted(self) -> Remembered:
         """Those that do not live."""
@@ -145,12 +140,11 @@ class Children:
         return ((tags >> np.uint64(_SET_SHIFT)) & np.uint64(len(self._tags) - 1)).astype(np.intp)
 
 
-def tags_of(hashes: Sequence[bytes]) -> Tags:
-    """The tags of prefix hashes: their first 8 bytes."""
-    return np.frombuffer(b"".join(prefix_hash[:8] for prefix_hash in hashes), dtype="<u8")
+def tag_of(prefix_hash: bytes) -> int:
+    """A block's tag: the first 8 bytes of its prefix hash."""
+    return int.from_bytes(prefix_hash[:8], "little")
 
 
-def chain_tags(hashes: bytes, count: int) -> Tags:
-    """The tags of the first `count` prefix hashes of a chain."""
-    words = np.frombuffer(hashes, dtype="<u8", count=count * HASH_BYTES // 8)
-    return words.reshape(count, HASH_BYTES // 8)[:, 0]
+def tags_of(hashes: bytes) -> Tags:
+    """The same for prefix hashes that follow one another."""
+    return np.frombuffer(hashes, dtype="<u8").reshape(-1, HASH_BYTES // 8)[:, 0]

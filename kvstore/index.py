@@ -31,6 +31,7 @@ import lmdb
 import numpy as np
 import xxhash
 
+from kvstore.dropped import tags_of
 from kvstore.errors import StorageError, StoreFullError
 from kvstore.index_file import open_environment
 from kvstore.index_pages import check_tree
@@ -97,9 +98,8 @@ class BlockIndex:
         # The worst case is a block a page, about 150 bytes of index each; address space costs nothing.
         self._map_size_bytes = min(max(_MAP_SIZE_MIN_BYTES, capacity_bytes // 8 // 4096 * 4096), _MAP_SIZE_MAX_BYTES)
         self._damaged = False  # seen while it was in use; only ever set
-        self.entry_count = self.entry_count_max = (
-            0  # after the last commit; the most since it was opened. Writer thread only
-        )
+        # After the last commit, and the most since the index was opened; writer thread only.
+        self.entry_count = self.entry_count_max = 0
         self.found = self._open()
         if not self.found.usable:
             self.start_over()
@@ -503,7 +503,7 @@ def split_keys(keys: NDArray[np.uint8]) -> list[bytes]:
 
 def row_tags(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     """What `kvstore.dropped` knows the blocks by that a segment's rows describe. Shape (n,)."""
-    return np.ascontiguousarray(_bytes_of(rows["prefix_hash"], HASH_BYTES)[:, :8]).view("<u8").ravel()
+    return tags_of(rows["prefix_hash"].tobytes())
 
 
 def _bytes_of(column: NDArray[np.void], width: int) -> NDArray[np.uint8]:

@@ -20,7 +20,7 @@ from kvstore.clock_file import CLOCK_FILE, ClockFile, short_boot_id
 from kvstore.config import OTHER_TENANTS
 from kvstore.counters import StoreCounters
 from kvstore.data_dir import DataDir
-from kvstore.dropped import tags_of
+from kvstore.dropped import tag_of
 from kvstore.errors import (
     InvalidArgumentError,
     KvStoreError,
@@ -950,7 +950,7 @@ class LocalStore:
                 seed_byte=prefix_hash[fmt.ANCHOR_BYTES],
             )
             key = state_key(namespace.namespace_id, prefix_hash, name_hash)
-            entries.append(NewEntry(key, entry, data, int(tags_of([prefix_hash])[0])))
+            entries.append(NewEntry(key, entry, data, tag_of(prefix_hash)))
         self.counters.add(blocks_rejected=len(rejected))
         only = [PutBlock(0, data, checksum)]
         results = self._submit(
@@ -1238,7 +1238,7 @@ class LocalStore:
 
 
 def _parent_tag(chain: Chain, block: int) -> int:
-    return int(tags_of([chain[block - 1]])[0]) if block else 0
+    return tag_of(chain[block - 1]) if block else 0
 
 
 def _numbers(slots: slice | NDArray[np.intp]) -> NDArray[np.intp]:

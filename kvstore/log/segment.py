@@ -206,14 +206,14 @@ class Segment:
     @property
     def tags(self) -> NDArray[np.uint64]:
         """Shape (slot_count, 2): tags of each slot's block, and of the one before it in its chain; writer thread only."""
-        self._make_room_for_tags()
+        if len(self._tags) < self.slot_count:
+            self._resize_tags(self.slot_count)
         return self._tags[: self.slot_count]
 
-    def _make_room_for_tags(self) -> None:
-        if len(self._tags) < self.slot_count:
-            room = np.zeros((min(self.header.row_capacity, 2 * self.slot_count), 2), dtype=np.uint64)
-            room[: len(self._tags)] = self._tags
-            self._tags = room
+    def _resize_tags(self, count: int) -> None:
+        resized = np.zeros((count, 2), dtype=np.uint64)
+        resized[: len(self._tags)] = self._tags[:count]
+        self._tags = resized
 
     def has_room(self, size_bytes: int, segment_size_bytes: int) -> bool:
         """Whether a payload of that size fits, in rows and in bytes."""
@@ -259,7 +259,8 @@ class Segment:
             self.flag(np.arange(first_slot, first_slot + len(entries)), fmt.FLAG_DELETED)
             raise
         self.slot_count, self.end_bytes = first_slot + len(entries), offset
-        self._make_room_for_tags()
+        if len(self._tags) < self.slot_count:
+            self._resize_tags(min(self.header.row_capacity, 2 * self.slot_count))
         self._tags[first_slot : self.slot_count] = tags
         self.changes += 1
         return first_slot
@@ -337,6 +338,8 @@ class Segment:
         if self.state == fmt.STATE_OPEN:
             self._note_seal()
             self.state = fmt.STATE_SEALED
+            if len(self._tags) > self.slot_count:
+                self._resize_tags(self.slot_count)
 
     def _note_seal(self) -> None:
         seal = fmt.encode_seal(self.segment_id, self.slot_count, self.end_bytes)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvstore.dropped import chain_tags
+from kvstore.dropped import tags_of
 from kvstore_api.chain import Chain
 from kvstore_api.limits import HASH_BYTES
 
@@ -26,7 +26,7 @@ class PrefixHashes:
     @property
     def tags(self) -> NDArray[np.uint64]:
         """Shape (unique blocks,): what `kvstore.dropped` knows them by."""
-        return chain_tags(self._table.tobytes(), len(self._table))
+        return tags_of(self._table.tobytes())
 
     def chains(self, workload: Workload, request: int) -> tuple[Chain, Chain]:
         """The chain of a request, its answer included, and the part of it that the prompt asks for."""
