@@ -61,7 +61,7 @@ _UNREADABLE_S = 60.0  # before a segment is tried again whose rows could not be 
 _MOVED_BYTES_AT_A_TIME = 16 << 20  # of payloads held in memory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long, and all segments are candidates at each choice
 class _Candidate:
     """A segment that could be reclaimed, and what lives in it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import shutil
 import signal
@@ -16,6 +17,7 @@ from kvstore.clock import ManualClock
 from kvstore.errors import StorageError
 from kvstore.index import BlockIndex, anchor_of, block_keys
 from kvstore.index_file import open_environment
+from kvstore.index_room import Tree, reserved_bytes
 from kvstore.log.device import FileDevice
 from kvstore.types import BlockAddr, SegmentId
 from kvstore_api.results import PutStatus
@@ -60,6 +62,26 @@ def test_a_full_map_grows(index):
     assert index._map_size_bytes > 2 << 20
     wanted = entries(0, 40_000)
     assert index.lookup(sorted(wanted)) == wanted
+
+
+def test_what_is_set_aside_by_entries_is_more_than_the_index_takes_while_chains_come_and_go(index):
+    """Else what goes when hangs on single pages, and no model of the store can say what it does."""
+    capacity = 64 << 20
+    rng = random.Random(1)
+    chains = []
+    for number in range(400):
+        hashes = rng.randbytes(32 * rng.randint(1, 60))
+        keys = block_keys(1, hashes, 0, len(hashes) // 32)
+        addrs = {key: BlockAddr(SegmentId(number + 1), slot) for slot, key in enumerate(keys)}
+        index.commit(addrs)
+        chains.append(addrs)
+        if len(chains) > 100:
+            index.commit({}, chains.pop(0).items())
+        assert index.used_bytes() <= reserved_bytes(index.entry_count_max, capacity)
+        if index.entry_count > 1000:
+            assert index._tree.leaves <= Tree.assumed(index.entry_count).leaves
+    assert index.entry_count == sum(map(len, chains))
+    assert index.entry_count_max > index.entry_count
 
 
 READER = """

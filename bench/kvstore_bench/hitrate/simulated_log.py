@@ -75,7 +75,7 @@ class _Segment:
         self.superseded: list[tuple[NDArray[np.int32], NDArray[np.uint32]]] = []
 
 
-@dataclass(slots=True)
+@dataclass(slots=True)  # not frozen: that takes three times as long, and all segments are candidates at each choice
 class _Candidate:
     segment: _Segment
     live_share: float
